@@ -1,0 +1,24 @@
+"""kimigraph: a compiler for language models with hybrid sparse attention.
+
+The public names are loaded on first use, so that ``kimigraph --help`` starts without importing torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "CompileConfig": "kimigraph.ir.config",
+    "Compiled": "kimigraph.api",
+    "load": "kimigraph.api",
+    "optimize": "kimigraph.api",
+}
+__all__ = ["CompileConfig", "Compiled", "__version__", "load", "optimize"]
+
+
+def __getattr__(name: str) -> Any:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'kimigraph' has no attribute {name!r}")
+    return getattr(import_module(module), name)

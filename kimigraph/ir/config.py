@@ -1,0 +1,45 @@
+"""What a compilation was asked to do. Every field is part of the cache key unless marked ``debug_only``."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+Phase = Literal["decode", "prefill"]
+TARGETS = ("auto", "cpu", "cpu:reference", "cuda", "cuda:sm_90")
+
+
+def debug_only(default: Any) -> Any:
+    """A field that changes what is reported but never what is built."""
+    return field(default=default, metadata={"debug_only": True})
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """Options of one compilation; the command line and the Python API fill the same fields.
+
+    ``batch`` and ``tokens`` are sequences and new tokens per sequence; ``context`` is the cache capacity per sequence.
+    A shape field that is None takes the default of ``kimigraph compile`` (decode: 1 token; prefill: tokens = context).
+    """
+
+    target: str = "auto"
+    opt_level: int = 2
+    phase: Phase = "decode"
+    batch: int = 1
+    tokens: int | None = None
+    context: int | None = None
+    dtype: str | None = None
+    seed: int = 0
+    passes: str | None = None
+    disabled_passes: tuple[str, ...] = ()
+    required_fusions: tuple[str, ...] = ()
+    stop_after: str | None = None
+    marks: bool = True
+    random_weights: bool = False
+    overrides: tuple[tuple[str, str], ...] = ()
+    cache: str = debug_only("use")
+    verify: bool = debug_only(False)
+    time_passes: bool = debug_only(False)
+    dump_passes: str | None = debug_only(None)
+
+    def key_fields(self) -> dict[str, Any]:
+        """The fields that enter the cache key, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata.get("debug_only")}

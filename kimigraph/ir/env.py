@@ -1,0 +1,30 @@
+"""The one module that reads environment variables."""
+
+import os
+import sys
+from pathlib import Path
+
+
+def cache_directory() -> Path | None:
+    """``KIMIGRAPH_CACHE_DIR``, if set: where compiled programs are kept instead of the user's cache directory."""
+    value = os.environ.get("KIMIGRAPH_CACHE_DIR")
+    return Path(value) if value else None
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels of this process run under the interpreter (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True")
+
+
+def enable_interpreter() -> bool:
+    """Make this process run Triton kernels under the interpreter; False when it is too late (triton is imported)."""
+    if not interpreting():
+        if "triton" in sys.modules:
+            return False
+        os.environ["TRITON_INTERPRET"] = "1"
+    return True
+
+
+def compiler_environment() -> dict[str, str]:
+    """The environment for a worker that compiles kernels: this one without the interpreter."""
+    return {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

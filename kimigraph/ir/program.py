@@ -1,0 +1,76 @@
+"""A captured model: an FX graph with the facts that the graph alone does not hold."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule, Node
+
+InputKind = Literal["weight", "buffer", "constant", "cache", "input"]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One placeholder of the graph, in order.
+
+    ``name`` is the placeholder; ``source`` its name outside: the state-dict name of a weight, buffer or constant, the
+    flat cache name (``cache.3.latent``, ``state.0.kda``) or the argument path of an input. ``mutated`` inputs are updated
+    in place by the step. ``value_range`` (low inclusive, high exclusive) bounds integer inputs for seeded tensors.
+    ``descriptor`` is the text form of a cache's descriptor (``kimigraph.ir.descriptors``), empty for other inputs.
+    """
+
+    name: str
+    kind: InputKind
+    source: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    mutated: bool = False
+    value_range: tuple[int, int] | None = None
+    descriptor: str = ""
+
+    @property
+    def bound(self) -> bool:
+        """Whether the tensor comes with the model (weight, buffer, constant) and not from the caller."""
+        return self.kind in ("weight", "buffer", "constant")
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """One tensor that the step returns, in order; ``source`` is its path in the model's own result."""
+
+    name: str
+    source: str
+
+
+@dataclass
+class CapturedProgram:
+    """An FX graph on its way through the compiler.
+
+    ``graph_module`` is flat: every weight, buffer, constant, cache and input is a placeholder (``inputs``, same order and
+    names), the graph updates mutated placeholders in place, and its output node returns a tuple (``outputs``).
+    Every node but the output carries ``meta["val"]``. ``tensors`` holds the bound inputs by placeholder name. The tree
+    specifications (``torch.utils._pytree``) restore the model's call signature; they cover caller-given inputs only, in the
+    order of ``inputs``. ``info`` is free JSON about where the graph came from (source, phase, model type, shapes).
+    """
+
+    graph_module: GraphModule
+    inputs: tuple[InputSpec, ...]
+    outputs: tuple[OutputSpec, ...]
+    tensors: dict[str, torch.Tensor] = field(default_factory=lambda: {})
+    in_spec: Any = None
+    out_spec: Any = None
+    info: dict[str, Any] = field(default_factory=lambda: {})
+
+    @property
+    def placeholders(self) -> dict[str, Node]:
+        """The placeholder nodes by name."""
+        return {node.name: node for node in self.graph_module.graph.nodes if node.op == "placeholder"}
+
+    def copy(self) -> "CapturedProgram":
+        """The same program over a copy of its graph; tensors are shared."""
+        graph = torch.fx.Graph()
+        graph.output(graph.graph_copy(self.graph_module.graph, value_remap := {}))
+        for old, new in value_remap.items():
+            new.meta = dict(old.meta)
+        return replace(self, graph_module=GraphModule(self.graph_module, graph))
