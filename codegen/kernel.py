@@ -1,0 +1,50 @@
+"""What codegen asks of a kernel template, and what it gets."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor as a kernel sees it: sizes and strides in elements, dtype as in ``torch.<dtype>`` without the prefix."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """One call of a semantic operator that wants a kernel.
+
+    ``tensors`` maps the schema's tensor arguments to their specifications (None where the call gives none), in schema
+    order; ``attributes`` holds the other arguments, defaults filled in.
+    """
+
+    op: str
+    tensors: dict[str, TensorSpec | None]
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One ``@triton.jit`` function of a kernel module as it is compiled ahead of time.
+
+    ``signature`` maps run-time arguments to Triton types (``*bf16``, ``i32``), in order; ``constants`` the constexpr
+    ones; ``divisible`` names the run-time arguments that are multiples of 16 (pointers included); ``options`` goes to
+    Triton as it is (num_warps, num_stages).
+    """
+
+    function: str
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    divisible: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=lambda: {})
+
+
+@dataclass(frozen=True)
+class KernelModule:
+    """The text of ``kernels/<name>.py`` below its header, and its launches for ahead-of-time builds."""
+
+    text: str
+    launches: tuple[KernelLaunch, ...]
