@@ -2,3 +2,8 @@
 
 if __name__ != "kimigraph.codegen":
     raise ImportError("import this package as 'kimigraph.codegen', not as 'codegen'")
+
+from kimigraph.codegen.artifact import build_artifact
+from kimigraph.codegen.launches import count_launches
+
+__all__ = ["build_artifact", "count_launches"]

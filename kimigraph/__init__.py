@@ -4,7 +4,12 @@ The public names are loaded on first use, so that ``kimigraph --help`` starts wi
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kimigraph import passes
+    from kimigraph.api import Compiled, load, optimize
+    from kimigraph.ir.config import CompileConfig
 
 __version__ = "0.1.0"
 
@@ -14,10 +19,12 @@ _PUBLIC = {
     "load": "kimigraph.api",
     "optimize": "kimigraph.api",
 }
-__all__ = ["CompileConfig", "Compiled", "__version__", "load", "optimize"]
+__all__ = ["CompileConfig", "Compiled", "__version__", "load", "optimize", "passes"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "passes":
+        return import_module("kimigraph.passes")
     module = _PUBLIC.get(name)
     if module is None:
         raise AttributeError(f"module 'kimigraph' has no attribute {name!r}")

@@ -17,7 +17,7 @@ class PassContext:
 
 @dataclass(frozen=True)
 class Pass:
-    """One rewrite of the program. Options are the dataclass fields of a subclass; their text form is ``name{field=value}``.
+    """One rewrite of the program. Options are the dataclass fields of a subclass, in text ``name{field=value}``.
 
     Contract: the program verifies before and after ``apply``; in between it need not. ``apply`` changes the program's
     graph in place, gives every new node ``meta["val"]`` (``kimigraph.ir.fake.infer``), leaves the graph alone when it

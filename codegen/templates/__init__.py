@@ -1,0 +1,1 @@
+"""Kernel templates: real Python modules whose text, with ``CONSTANTS`` filled in, becomes a file of an artifact."""

@@ -25,6 +25,11 @@ def enable_interpreter() -> bool:
     return True
 
 
+def show_tracebacks() -> bool:
+    """``KIMIGRAPH_TRACEBACK=1``: the command line prints the traceback of an error, too."""
+    return os.environ.get("KIMIGRAPH_TRACEBACK", "0") not in ("", "0")
+
+
 def compiler_environment() -> dict[str, str]:
     """The environment for a worker that compiles kernels: this one without the interpreter."""
     return {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

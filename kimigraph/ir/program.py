@@ -6,6 +6,9 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
+from kimigraph.ir.purity import storage_root
+from kimigraph.ir.regions import copy_graph_module
+
 InputKind = Literal["weight", "buffer", "constant", "cache", "input"]
 
 
@@ -14,9 +17,9 @@ class InputSpec:
     """One placeholder of the graph, in order.
 
     ``name`` is the placeholder; ``source`` its name outside: the state-dict name of a weight, buffer or constant, the
-    flat cache name (``cache.3.latent``, ``state.0.kda``) or the argument path of an input. ``mutated`` inputs are updated
-    in place by the step. ``value_range`` (low inclusive, high exclusive) bounds integer inputs for seeded tensors.
-    ``descriptor`` is the text form of a cache's descriptor (``kimigraph.ir.descriptors``), empty for other inputs.
+    flat cache name (``cache.3.latent``, ``state.0.kda``) or the argument path of an input. ``mutated`` inputs are
+    updated in place by the step. ``value_range`` (low inclusive, high exclusive) bounds integer inputs for seeded
+    tensors. ``descriptor`` is the text form of a cache's descriptor (``kimigraph.ir.descriptors``), empty for others.
     """
 
     name: str
@@ -47,11 +50,11 @@ class OutputSpec:
 class CapturedProgram:
     """An FX graph on its way through the compiler.
 
-    ``graph_module`` is flat: every weight, buffer, constant, cache and input is a placeholder (``inputs``, same order and
-    names), the graph updates mutated placeholders in place, and its output node returns a tuple (``outputs``).
+    ``graph_module`` is flat: every weight, buffer, constant, cache and input is a placeholder (``inputs``, same order
+    and names), the graph updates mutated placeholders in place, and its output node returns a tuple (``outputs``).
     Every node but the output carries ``meta["val"]``. ``tensors`` holds the bound inputs by placeholder name. The tree
-    specifications (``torch.utils._pytree``) restore the model's call signature; they cover caller-given inputs only, in the
-    order of ``inputs``. ``info`` is free JSON about where the graph came from (source, phase, model type, shapes).
+    specifications (``torch.utils._pytree``) restore the model's call signature; they cover caller-given inputs only, in
+    the order of ``inputs``. ``info`` is free JSON about where the graph came from (source, phase, model type, shapes).
     """
 
     graph_module: GraphModule
@@ -67,10 +70,11 @@ class CapturedProgram:
         """The placeholder nodes by name."""
         return {node.name: node for node in self.graph_module.graph.nodes if node.op == "placeholder"}
 
+    def descriptor_of(self, node: Node) -> str:
+        """The descriptor of the cache that ``node`` is or views; empty when it views none, or one without."""
+        root = storage_root(node).name
+        return next((spec.descriptor for spec in self.inputs if spec.name == root), "")
+
     def copy(self) -> "CapturedProgram":
-        """The same program over a copy of its graph; tensors are shared."""
-        graph = torch.fx.Graph()
-        graph.output(graph.graph_copy(self.graph_module.graph, value_remap := {}))
-        for old, new in value_remap.items():
-            new.meta = dict(old.meta)
-        return replace(self, graph_module=GraphModule(self.graph_module, graph))
+        """The same program over a copy of its graph and regions, nodes named as before; tensors are shared."""
+        return replace(self, graph_module=copy_graph_module(self.graph_module), info=dict(self.info))

@@ -3,11 +3,48 @@
 References live in ``kimigraph.ir.reference``.
 """
 
-from kimigraph.ir.operators import kda_decode, lightning_indexer, sparse_attention
+from torch.fx import Node
+from torch.fx.node import map_arg
 
-OPERATORS = {
-    module.OPERATOR.name: module.OPERATOR for module in (kda_decode, lightning_indexer, sparse_attention)
+from kimigraph.ir.operators import (
+    index_key_write,
+    kda_decode,
+    kda_prefill,
+    latent_write,
+    lightning_indexer,
+    short_conv,
+    sparse_attention,
+)
+from kimigraph.ir.operators.registry import Cost, Operator
+
+OPERATORS: dict[str, Operator] = {
+    module.OPERATOR.name: module.OPERATOR
+    for module in (
+        lightning_indexer,
+        sparse_attention,
+        kda_decode,
+        kda_prefill,
+        short_conv,
+        latent_write,
+        index_key_write,
+    )
 }
 """Every semantic operator by its bare name."""
 
-__all__ = ["OPERATORS"]
+__all__ = ["OPERATORS", "Cost", "Operator", "cost_of", "operator_of"]
+
+
+def operator_of(node: Node) -> Operator | None:
+    """The semantic operator that the node calls, or None."""
+    if node.op != "call_function" or getattr(node.target, "namespace", "") != "kimigraph":
+        return None
+    return OPERATORS.get(str(node.target).split(".")[1])
+
+
+def cost_of(node: Node) -> Cost:
+    """Bytes and FLOPs of a semantic operator's node, from its arguments' values; ValueError on another node."""
+    operator = operator_of(node)
+    if operator is None:
+        raise ValueError(f"node {node.name} calls {node.target}, which is no semantic operator")
+    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    return operator.cost(*args, **kwargs)

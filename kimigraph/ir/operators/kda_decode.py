@@ -10,48 +10,113 @@ Per token and head: depthwise causal convolution of width W over the raw project
 
 Shapes: ``qkv`` [B, S, 2*H*K + H*V], channels q | k | v, heads major; ``conv_weight`` [C, W] or [C, 1, W];
 ``conv_state`` [B, C, N], N >= W - 1, the last N raw inputs, newest last, mutated; ``gate`` raw logits [B, S, H*K] or
-[B, S, H, K]; ``dt_bias`` [H*K]; ``a_log`` with H elements; ``beta`` raw logits [B, S, H]; ``state`` [B, H, K, V]
-(``state_layout`` "kv") or [B, H, V, K] ("vk"), fp32 by default, mutated; ``out_gate`` [B, S, H, V] or [B, S, H*V];
-``norm_weight`` [V]. Arithmetic in fp32. Returns [B, S, H, V] in the type of ``qkv``.
+[B, S, H, K]; ``dt_bias`` with H*K elements; ``a_log`` with H elements; ``beta`` raw logits [B, S, H]; ``state``
+[B, H, K, V] (``state_layout`` "kv") or [B, H, V, K] ("vk"), fp32 by default, mutated; ``out_gate`` [B, S, H, V] or
+[B, S, H*V]; ``norm_weight`` [V]. Arithmetic in fp32. Returns [B, S, H, V] in the type of ``qkv``.
 
-Source: Kimi Linear and Kimi K3 technical reports. Errors: shapes are checked by the fake implementation.
+Source: Kimi Linear and Kimi K3 technical reports. Errors: none at run time; the fake implementation raises ValueError
+for shapes that do not fit and an unknown layout.
 """
 
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
+from kimigraph.ir.operators.shapes import check, check_layout
 from kimigraph.ir.reference.kda_decode import kda_decode
 
+_NAME = "kda_decode"
 
-def _value_dim(qkv, gate, a_log):
+
+def _dims(qkv: torch.Tensor, gate: torch.Tensor, a_log: torch.Tensor) -> tuple[int, int, int]:
+    """Heads, key dim and value dim."""
     heads = a_log.numel()
     key_dim = gate.shape[-1] // heads if gate.dim() == 3 else gate.shape[-1]
-    return heads, qkv.shape[-1] // heads - 2 * key_dim
+    return heads, key_dim, qkv.shape[-1] // heads - 2 * key_dim
 
 
-def _fake(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate=None, norm_weight=None, *, scale, l2_eps=1e-6, lower_bound=None, norm_eps=1e-5, state_layout="kv"):
-    torch._check(state_layout in ("kv", "vk"), lambda: f"kda_decode: state_layout {state_layout!r}, want 'kv' or 'vk'")
-    torch._check(conv_state.shape[-1] >= conv_weight.shape[-1] - 1, lambda: f"kda_decode: conv_state holds {conv_state.shape[-1]} inputs, a convolution of width {conv_weight.shape[-1]} needs {conv_weight.shape[-1] - 1}")
-    heads, value_dim = _value_dim(qkv, gate, a_log)
-    return qkv.new_empty((qkv.shape[0], qkv.shape[1], heads, value_dim))
+def _fake(
+    qkv: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    gate: torch.Tensor,
+    dt_bias: torch.Tensor,
+    a_log: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    out_gate: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    *,
+    scale: float,
+    l2_eps: float = 1e-6,
+    lower_bound: float | None = None,
+    norm_eps: float = 1e-5,
+    state_layout: str = "kv",
+) -> torch.Tensor:
+    check_layout(_NAME, state_layout)
+    sizes = check(
+        _NAME,
+        qkv=(qkv, "B S C"),
+        conv_weight=(conv_weight, "C one W" if conv_weight.dim() == 3 else "C W"),
+        conv_state=(conv_state, "B C N"),
+        beta=(beta, "B S H"),
+        gate=(gate, "B S H K" if gate.dim() == 4 else "B S HK"),
+        state=(state, "B H K V" if state_layout == "kv" else "B H V K"),
+        norm_weight=(norm_weight, "V"),
+        out_gate=(out_gate, "B S H V" if out_gate is not None and out_gate.dim() == 4 else "B S HV"),
+    )
+    heads, key_dim, value_dim = sizes["H"], sizes["K"], sizes["V"]
+    if a_log.numel() != heads or dt_bias.numel() != heads * key_dim:
+        raise ValueError(
+            f"{_NAME}: a_log has {a_log.numel()} elements and dt_bias {dt_bias.numel()}, want H = {heads} and H*K ="
+            f" {heads * key_dim}"
+        )
+    if (
+        sizes["C"] != heads * (2 * key_dim + value_dim)
+        or sizes.get("HK", heads * key_dim) != heads * key_dim
+        or sizes.get("HV", heads * value_dim) != heads * value_dim
+    ):
+        raise ValueError(
+            f"{_NAME}: qkv has {sizes['C']} channels, gate is {list(gate.shape)}; want 2*H*K + H*V and H*K with H ="
+            f" {heads}, K = {key_dim}, V = {value_dim}"
+        )
+    if sizes["N"] < sizes["W"] - 1:
+        raise ValueError(
+            f"{_NAME}: conv_state holds {sizes['N']} inputs, a width of {sizes['W']} needs one less than it"
+        )
+    return qkv.new_empty((sizes["B"], sizes["S"], heads, value_dim))
 
 
-def _cost(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate=None, norm_weight=None, **_):
-    heads, value_dim = _value_dim(qkv, gate, a_log)
-    out = qkv.shape[0] * qkv.shape[1] * heads * value_dim * qkv.element_size()
+def _cost(
+    qkv: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    gate: torch.Tensor,
+    dt_bias: torch.Tensor,
+    a_log: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    out_gate: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    **attributes: object,
+) -> Cost:
+    heads, _, value_dim = _dims(qkv, gate, a_log)
+    tokens = qkv.shape[0] * qkv.shape[1]
+    out = tokens * heads * value_dim * qkv.element_size()
     read = nbytes(qkv, conv_weight, gate, dt_bias, a_log, beta, out_gate, norm_weight)
-    return Cost(bytes=2 * nbytes(state, conv_state) + read + out, flops=7 * state.numel() * qkv.shape[1])
+    convolution = 2 * tokens * conv_weight.numel()
+    return Cost(bytes=2 * nbytes(state, conv_state) + read + out, flops=7 * state.numel() * qkv.shape[1] + convolution)
 
 
 OPERATOR = register(
     Operator(
-        name="kda_decode",
+        name=_NAME,
         signature=(
-            "(Tensor qkv, Tensor conv_weight, Tensor(a!) conv_state, Tensor gate, Tensor dt_bias, Tensor a_log, Tensor beta,"
-            " Tensor(b!) state, Tensor? out_gate=None, Tensor? norm_weight=None, *, float scale, float l2_eps=1e-6,"
-            ' float? lower_bound=None, float norm_eps=1e-5, str state_layout="kv") -> Tensor'
+            "(Tensor qkv, Tensor conv_weight, Tensor(a!) conv_state, Tensor gate, Tensor dt_bias, Tensor a_log,"
+            " Tensor beta, Tensor(b!) state, Tensor? out_gate=None, Tensor? norm_weight=None, *, float scale,"
+            ' float l2_eps=1e-6, float? lower_bound=None, float norm_eps=1e-5, str state_layout="kv") -> Tensor'
         ),
         summary="one KDA step: convolution, gates, delta rule, read-out, gated norm",
+        documentation=__doc__,
         reference=kda_decode,
         fake=_fake,
         cost=_cost,

@@ -2,33 +2,69 @@
 
     score[b, s, t] = sum_h weights[b, s, h] * relu(scale * dot(q[b, s, h], keys[b, t]))
 
-Shapes: ``q`` [B, S, H, D]; ``keys`` [B, T, D], or pages [P, page, D] with ``block_table`` int32 [B, T / page];
-``weights`` [B, S, H], any sign; ``lengths`` integer, [] or [B]: keys visible to row 0 (row s sees ``lengths + s``, at
-most T); ``mask`` bool, expandable to [B, S, T], True = visible. Floating types of any width; sums are fp32.
-``scale`` > 0. Returns int32 [B, S, k]: the set of the first min(k, visible) keys under (score descending, index
-ascending; -0 as +0; NaN as -inf), listed in ascending index, then -1. With a block table the ids are logical positions.
+Shapes: ``q`` [B, S, H, D]; ``keys`` [B, T, D], or pages [P, page, D] with ``block_table`` int32 [B, T / page], whose
+entries below 0 are unmapped pages (their keys are never visible); ``weights`` [B, S, H], any sign; ``lengths`` integer,
+[] or [B]: keys visible to row 0 (row s sees ``lengths + s``, at most T); ``mask`` bool, expandable to [B, S, T], True =
+visible. With neither, every key is visible. Floating types of any width; sums are fp32. ``scale`` > 0.
 
-Source: DeepSeek-V3.2-Exp, the Lightning Indexer. Errors: none at run time; shapes are checked by the fake implementation.
+Returns int32 [B, S, k]: the set of the first min(k, visible) keys under (score descending, index ascending; -0 as +0;
+NaN as -inf), listed in ascending index, then -1. With a block table the ids are logical positions.
+
+Source: DeepSeek-V3.2-Exp, the Lightning Indexer. Errors: none at run time; the fake implementation raises ValueError
+for shapes that do not fit, a scale that is not positive and a negative k.
 """
 
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
+from kimigraph.ir.operators.shapes import capacity, check, check_integer, check_pages
 from kimigraph.ir.reference.lightning_indexer import lightning_indexer
 
 
-def _fake(q, keys, weights, lengths=None, mask=None, *, k, scale, block_table=None, descriptor=""):
-    torch._check(q.dim() == 4 and keys.dim() == 3 and q.shape[-1] == keys.shape[-1], lambda: f"lightning_indexer: q {tuple(q.shape)} and keys {tuple(keys.shape)} do not fit; want [B, S, H, D] and [B, T, D]")
-    torch._check(tuple(weights.shape) == tuple(q.shape[:3]), lambda: f"lightning_indexer: weights {tuple(weights.shape)}, want {tuple(q.shape[:3])}")
-    return q.new_empty((q.shape[0], q.shape[1], k), dtype=torch.int32)
+def _fake(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    *,
+    k: int,
+    scale: float,
+    block_table: torch.Tensor | None = None,
+    descriptor: str = "",
+) -> torch.Tensor:
+    name = "lightning_indexer"
+    sizes = check(name, q=(q, "B S H D"), weights=(weights, "B S H"), keys=(keys, "P T D"))
+    check_pages(name, "keys", keys, block_table, sizes["B"])
+    check_integer(name, lengths=lengths)
+    if lengths is not None and (lengths.dim() > 1 or lengths.numel() not in (1, sizes["B"])):
+        raise ValueError(f"{name}: lengths is {list(lengths.shape)}, want [] or [B] with B = {sizes['B']}")
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise ValueError(f"{name}: mask is {mask.dtype}, want torch.bool with True for visible keys")
+        mask.expand(sizes["B"], sizes["S"], capacity(keys, block_table))
+    if not scale > 0 or k < 0:
+        raise ValueError(f"{name}: scale is {scale} and k is {k}, want scale > 0 and k >= 0")
+    return q.new_empty((sizes["B"], sizes["S"], k), dtype=torch.int32)
 
 
-def _cost(q, keys, weights, lengths=None, mask=None, *, k, scale, block_table=None, descriptor=""):
-    total = keys.shape[1] if block_table is None else block_table.shape[1] * keys.shape[1]
-    pairs = q.shape[0] * q.shape[1] * total
-    read = q.shape[0] * total * keys.shape[-1] * keys.element_size()
-    written = q.shape[0] * q.shape[1] * k * 4
-    return Cost(bytes=read + written + nbytes(q, weights, lengths, mask), flops=pairs * q.shape[2] * (2 * q.shape[3] + 2))
+def _cost(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    *,
+    k: int,
+    scale: float,
+    block_table: torch.Tensor | None = None,
+    descriptor: str = "",
+) -> Cost:
+    batch, tokens, heads, width = q.shape
+    total = capacity(keys, block_table)
+    read = batch * total * width * keys.element_size() + nbytes(q, weights, lengths, mask, block_table)
+    written = batch * tokens * k * 4
+    return Cost(bytes=read + written, flops=batch * tokens * total * heads * (2 * width + 2))
 
 
 OPERATOR = register(
@@ -39,6 +75,7 @@ OPERATOR = register(
             ' Tensor? block_table=None, str descriptor="") -> Tensor'
         ),
         summary="score the index keys, weigh the heads, list the top k",
+        documentation=__doc__,
         reference=lightning_indexer,
         fake=_fake,
         cost=_cost,

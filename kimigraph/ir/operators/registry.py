@@ -22,13 +22,15 @@ class Cost:
 class Operator:
     """One semantic operator.
 
-    ``signature`` is the schema after the name, ``reference`` the eager fp32 function, ``fake`` gives the outputs on fake
-    tensors, ``cost`` takes the call's (args, kwargs) with fake tensors for tensors. ``summary`` is one line for people.
+    ``signature`` is the schema after the name, ``reference`` the eager fp32 function, ``fake`` checks the arguments and
+    gives the outputs on fake tensors, ``cost`` takes the call's arguments with fake tensors for tensors. ``summary`` is
+    one line for people, ``documentation`` the whole text: formulas, shapes, dtypes, errors, source.
     """
 
     name: str
     signature: str
     summary: str
+    documentation: str | None
     reference: Callable[..., Any]
     fake: Callable[..., Any]
     cost: Callable[..., Cost]
@@ -41,8 +43,12 @@ class Operator:
 
 def register(operator: Operator) -> Operator:
     """Define the operator in torch's registry; its implementation looks the reference up at each call."""
-    _LIBRARY.define(operator.name + operator.signature)
-    _LIBRARY.impl(operator.name, lambda *args, **kwargs: operator.reference(*args, **kwargs), "CompositeExplicitAutograd")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return operator.reference(*args, **kwargs)
+
+    _LIBRARY.define(operator.name + operator.signature, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(operator.name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{operator.name}", operator.fake, lib=_LIBRARY)
     return operator
 

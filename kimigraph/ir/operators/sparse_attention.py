@@ -1,35 +1,71 @@
 """``sparse_attention``: absorbed MLA queries over the cache rows that the indices name.
 
-    logit[b, s, h, j] = scale * (dot(q_latent[b, s, h], latent[b, i]) + dot(q_rope[b, s, h], rope[b, i])),  i = indices[b, s, j]
-    out = softmax(logit) @ latent rows;  lse = log(sum(exp(logit))), natural logarithm
+    logit[b, s, h, j] = scale * (dot(q_latent[b, s, h], latent[b, i]) + dot(q_rope[b, s, h], rope[b, i]))
+    out = softmax(logit) @ latent rows;  lse = log(sum(exp(logit))), natural logarithm;  i = indices[b, s, j]
 
 Shapes: ``q_latent`` [B, S, H, L]; ``q_rope`` [B, S, H, R] or None; ``latent`` [B, T, L] and ``rope`` [B, T, R] (both
-needed when ``q_rope`` is given), or pages [P, page, .] with ``block_table`` int32 [B, T / page]; ``indices`` int32
-[B, S, K], logical positions, -1 = nothing. Returns ``out`` [B, S, H, L] in the type of ``q_latent`` and ``lse`` fp32
-[B, S, H]. A row without a valid index gives 0 and -inf. ``scale`` is that of the un-absorbed head dim.
+rope operands or neither), or pages [P, page, .] with ``block_table`` int32 [B, T / page]; ``indices`` int32 [B, S, K],
+logical positions. An index below 0, beyond T, or on an unmapped page (table entry below 0) counts as nothing. ``scale``
+is that of the un-absorbed head dim. Floating types of any width; arithmetic is fp32.
 
-Source: DeepSeek-V3.2-Exp and FlashMLA's sparse decode. Errors: shapes are checked by the fake implementation.
+Returns ``out`` [B, S, H, L] in the type of ``q_latent`` and ``lse`` fp32 [B, S, H]. A row without a valid index gives 0
+and -inf. An index that stands twice counts twice.
+
+Source: DeepSeek-V3.2-Exp and FlashMLA's sparse decode. Errors: none at run time; the fake implementation raises
+ValueError for shapes that do not fit.
 """
 
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
+from kimigraph.ir.operators.shapes import check, check_integer, check_pages
 from kimigraph.ir.reference.sparse_attention import sparse_attention
 
 
-def _fake(q_latent, q_rope, latent, rope, indices, *, scale, block_table=None, descriptor=""):
-    torch._check(q_latent.dim() == 4 and latent.dim() == 3 and q_latent.shape[-1] == latent.shape[-1], lambda: f"sparse_attention: q_latent {tuple(q_latent.shape)} and latent {tuple(latent.shape)} do not fit; want [B, S, H, L] and [B, T, L]")
-    torch._check((q_rope is None) == (rope is None), lambda: "sparse_attention: give both q_rope and rope, or neither")
+def _fake(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    latent: torch.Tensor,
+    rope: torch.Tensor | None,
+    indices: torch.Tensor,
+    *,
+    scale: float,
+    block_table: torch.Tensor | None = None,
+    descriptor: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    name = "sparse_attention"
+    if (q_rope is None) != (rope is None):
+        raise ValueError(f"{name}: give both q_rope and rope, or neither")
+    sizes = check(
+        name,
+        q_latent=(q_latent, "B S H L"),
+        q_rope=(q_rope, "B S H R"),
+        latent=(latent, "P T L"),
+        rope=(rope, "P T R"),
+        indices=(indices, "B S K"),
+    )
+    check_pages(name, "latent", latent, block_table, sizes["B"])
+    check_integer(name, indices=indices)
     return q_latent.new_empty(q_latent.shape), q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32)
 
 
-def _cost(q_latent, q_rope, latent, rope, indices, *, scale, block_table=None, descriptor=""):
+def _cost(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    latent: torch.Tensor,
+    rope: torch.Tensor | None,
+    indices: torch.Tensor,
+    *,
+    scale: float,
+    block_table: torch.Tensor | None = None,
+    descriptor: str = "",
+) -> Cost:
     batch, tokens, heads, width = q_latent.shape
     rope_width = 0 if rope is None else rope.shape[-1]
     picks = batch * tokens * indices.shape[-1]
     gathered = picks * (width + rope_width) * latent.element_size()
     return Cost(
-        bytes=gathered + 2 * nbytes(q_latent) + nbytes(q_rope, indices) + batch * tokens * heads * 4,
+        bytes=gathered + 2 * nbytes(q_latent) + nbytes(q_rope, indices, block_table) + batch * tokens * heads * 4,
         flops=2 * picks * heads * (2 * width + rope_width),
     )
 
@@ -42,6 +78,7 @@ OPERATOR = register(
             ' Tensor? block_table=None, str descriptor="") -> (Tensor, Tensor)'
         ),
         summary="absorbed MLA attention over the picked cache rows",
+        documentation=__doc__,
         reference=sparse_attention,
         fake=_fake,
         cost=_cost,

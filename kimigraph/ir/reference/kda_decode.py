@@ -5,56 +5,55 @@ import torch.nn.functional as F
 
 
 def kda_decode(
-    qkv,
-    conv_weight,
-    conv_state,
-    gate,
-    dt_bias,
-    a_log,
-    beta,
-    state,
-    out_gate=None,
-    norm_weight=None,
+    qkv: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    gate: torch.Tensor,
+    dt_bias: torch.Tensor,
+    a_log: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    out_gate: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
     *,
-    scale,
-    l2_eps=1e-6,
-    lower_bound=None,
-    norm_eps=1e-5,
-    state_layout="kv",
-):
-    """See ``kimigraph.ir.operators.kda_decode``: token by token in fp32; ``conv_state`` and ``state`` change in place."""
+    scale: float,
+    l2_eps: float = 1e-6,
+    lower_bound: float | None = None,
+    norm_eps: float = 1e-5,
+    state_layout: str = "kv",
+) -> torch.Tensor:
+    """See ``kimigraph.ir.operators.kda_decode``: token by token in fp32; conv_state and state change in place."""
     batch, tokens = qkv.shape[:2]
-    heads = a_log.numel()
-    width = conv_weight.shape[-1]
+    heads, history, width = a_log.numel(), conv_state.shape[-1], conv_weight.shape[-1]
     key_dim = gate.shape[-1] // heads if gate.dim() == 3 else gate.shape[-1]
     value_dim = qkv.shape[-1] // heads - 2 * key_dim
     memory = state.float().transpose(-1, -2) if state_layout == "vk" else state.float()  # [B, H, K, V]
-    window = torch.cat([conv_state, qkv.transpose(1, 2).to(conv_state.dtype)], dim=-1)
+    window = torch.cat([conv_state.float(), qkv.float().transpose(1, 2)], dim=-1)
     taps = conv_weight.reshape(-1, width).float()
-    decay_rate = a_log.float().exp().view(1, heads, 1)
-    outputs = []
+    rate = a_log.float().exp().reshape(1, heads, 1)
+    outputs: list[torch.Tensor] = []
     for token in range(tokens):
-        end = window.shape[-1] - tokens + token + 1
-        mixed = F.silu((window[..., end - width : end].float() * taps).sum(-1))
+        end = history + token + 1
+        mixed = F.silu((window[..., end - width : end] * taps).sum(-1))
         q, k, v = mixed.split([heads * key_dim, heads * key_dim, heads * value_dim], dim=-1)
-        q, k, v = (x.view(batch, heads, -1) for x in (q, k, v))
+        q, k, v = (x.reshape(batch, heads, -1) for x in (q, k, v))
         q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + l2_eps) * scale
         k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + l2_eps)
-        logit = (gate[:, token].reshape(batch, -1).float() + dt_bias.reshape(1, -1).float()).view(batch, heads, key_dim)
-        if lower_bound is None:
-            decay = -decay_rate * F.softplus(logit)
-        else:
-            decay = lower_bound * torch.sigmoid(decay_rate * logit)
-        memory = memory * decay.exp().unsqueeze(-1)
+        logit = gate[:, token].reshape(batch, -1).float() + dt_bias.reshape(1, -1).float()
+        logit = logit.reshape(batch, heads, key_dim)
+        decay = -rate * F.softplus(logit) if lower_bound is None else lower_bound * torch.sigmoid(rate * logit)
         strength = torch.sigmoid(beta[:, token].reshape(batch, heads, 1).float())
-        delta = strength * (v - (memory * k.unsqueeze(-1)).sum(-2))
-        memory = memory + k.unsqueeze(-1) * delta.unsqueeze(-2)
+        memory = memory * decay.exp().unsqueeze(-1)
+        update = strength * (v - (memory * k.unsqueeze(-1)).sum(-2))
+        memory = memory + k.unsqueeze(-1) * update.unsqueeze(-2)
         out = (memory * q.unsqueeze(-1)).sum(-2)
         if norm_weight is not None:
             out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + norm_eps) * norm_weight.float()
         if out_gate is not None:
             out = out * torch.sigmoid(out_gate[:, token].reshape(batch, heads, value_dim).float())
         outputs.append(out)
-    conv_state.copy_(window[..., window.shape[-1] - conv_state.shape[-1] :])
+    conv_state.copy_(window[..., tokens:])
     state.copy_(memory.transpose(-1, -2) if state_layout == "vk" else memory)
+    if not outputs:
+        return qkv.new_empty((batch, 0, heads, value_dim))
     return torch.stack(outputs, dim=1).to(qkv.dtype)

@@ -5,25 +5,38 @@ import math
 import torch
 
 
-def lightning_indexer(q, keys, weights, lengths=None, mask=None, *, k, scale, block_table=None, descriptor=""):
+def lightning_indexer(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    *,
+    k: int,
+    scale: float,
+    block_table: torch.Tensor | None = None,
+    descriptor: str = "",
+) -> torch.Tensor:
     """See ``kimigraph.ir.operators.lightning_indexer``: scores, then the exact set of the first k, listed ascending."""
+    batch, tokens, page = q.shape[0], q.shape[1], keys.shape[1]
+    total = page if block_table is None else block_table.shape[1] * page
+    visible = torch.ones(batch, tokens, total, dtype=torch.bool, device=q.device)
     if block_table is not None:
         keys = keys[block_table.clamp_min(0).long()].flatten(1, 2)
-    batch, tokens, total = q.shape[0], q.shape[1], keys.shape[1]
+        visible &= (block_table >= 0).repeat_interleave(page, dim=1).unsqueeze(1)
+    if lengths is not None:
+        row = torch.arange(tokens, device=q.device).view(1, tokens, 1)
+        visible &= torch.arange(total, device=q.device) < lengths.reshape(-1, 1, 1) + row
+    if mask is not None:
+        visible &= mask.expand(batch, tokens, total)
     dots = torch.einsum("bshd,btd->bsht", q.float(), keys.float()) * scale
     scores = torch.einsum("bsh,bsht->bst", weights.float(), dots.relu())
-    visible = torch.ones(batch, tokens, total, dtype=torch.bool, device=q.device)
-    position = torch.arange(total, device=q.device)
-    if lengths is not None:
-        limit = lengths.reshape(-1, 1, 1) + torch.arange(tokens, device=q.device).view(1, tokens, 1)
-        visible = visible & (position < limit)
-    if mask is not None:
-        visible = visible & mask.expand(batch, tokens, total)
-    scores = torch.where(scores.isnan(), torch.full_like(scores, -math.inf), scores) + 0.0
+    # Adding +0 turns -0 into +0.
+    scores = torch.where(scores.isnan(), -math.inf, scores) + 0.0
     # Two stable sorts: by score (descending, index ascending), then visible keys before hidden ones.
     order = scores.argsort(dim=-1, descending=True, stable=True)
     hidden = ~visible.gather(-1, order)
     order = order.gather(-1, hidden.int().argsort(dim=-1, stable=True))[..., :k]
-    picked = torch.where(visible.gather(-1, order), order, torch.full_like(order, total)).sort(dim=-1).values
-    rows = torch.where(picked == total, torch.full_like(picked, -1), picked).to(torch.int32)
+    picked = torch.where(visible.gather(-1, order), order, total).sort(dim=-1).values
+    rows = torch.where(picked == total, -1, picked).to(torch.int32)
     return torch.nn.functional.pad(rows, (0, k - rows.shape[-1]), value=-1)

@@ -1,0 +1,53 @@
+# `make help` lists what there is. Everything that needs Python packages makes .venv first and brings it up to date when
+# pyproject.toml or constraints.txt changed.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+JOBS   ?= 2
+DEMO   := .demo
+
+# One thread a process: the tests run side by side, and the tensors are small.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## Compile the small example model, verify it against its own eager code, leave dumps to read
+	@TRITON_INTERPRET=1 $(BIN)/kimigraph compile examples/k31_tiny --phase decode --batch 2 --context 256 --target cpu \
+		--verify --out $(DEMO)/k31_tiny --dump-passes $(DEMO)/dumps
+	@echo
+	@echo "Read the program:    $(DEMO)/k31_tiny/program.py"
+	@echo "and its kernels:     $(DEMO)/k31_tiny/kernels/"
+	@echo "What each pass did:  $(BIN)/kimigraph dumps list $(DEMO)/dumps"
+
+test: $(READY) ## Run all tests: first with the Triton compiler, then with its interpreter
+	$(PYTEST) -n $(JOBS) --ignore tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) tests/interpreter
+
+check: $(READY) ## Lint, check types, the arrows between rooms and house rules
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/check_sources.py
+
+format: $(READY) ## Format the code and fix what can be fixed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## Remove .venv and everything that was generated
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "kimigraph needs Python 3.11 or newer: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing into $(VENV) (torch is large: this takes a while the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
+	@touch $@

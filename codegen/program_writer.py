@@ -1,0 +1,201 @@
+"""``program.py``: a graph as a host program that a person can read and that runs without kimigraph."""
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from kimigraph.codegen.kernel_writer import KernelSet
+from kimigraph.codegen.request import semantic_operator
+from kimigraph.codegen.source_text import operator_call, wrap
+from kimigraph.ir.errors import CompileError
+from kimigraph.ir.fake import describe
+from kimigraph.ir.program import CapturedProgram
+from kimigraph.ir.provenance import module_path
+from kimigraph.ir.spelling import format_argument, variable_names
+
+_RESERVED = frozenset(
+    (
+        *("DEVICE", "HERE", "ModuleType", "Path", "SimpleNamespace", "aten", "constants", "hashlib", "kernels", "load"),
+        *("math", "operator", "os", "reference", "step", "sys", "torch"),
+    )
+)
+_BUILT_IN = ("aten", "prims", "_c10d_functional", "kimigraph")
+_HOW_TO_RUN = """
+{phase} of {model}, {shape_key}, for {target}.
+
+The executor of kimigraph calls step() with the tensors of a model. Run as a script, this file makes seeded tensors,
+does one step and prints a checksum per output and per input that the step updates; manifest.json holds the same:
+
+    python program.py                     seeded weights, caches and inputs (--seed N: others)
+    python program.py --weights DIR       the weights of DIR/*.safetensors, the rest seeded
+    python program.py --check             compare with manifest.json, exit 3 on a difference
+
+It needs {needs} and the files beside it, nothing else.{libraries}
+"""
+_LOADER = """
+HERE = Path(__file__).resolve().parent
+DEVICE = torch.device("{device}")
+aten = torch.ops.aten
+
+
+def load(file):
+    \"""Import a file beside this one under a name of its own, so that several programs fit in a process.\"""
+    path = HERE / file
+    module = ModuleType("kimigraph_" + hashlib.sha256(os.fsencode(path)).hexdigest()[:16])
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(module))
+    return module
+"""
+_CONSTANTS = """
+constants = dict(load("support/tensor_file.py").read_tensors(HERE / "constants.bin", device=DEVICE))
+"""
+_SCRIPT = """
+if __name__ == "__main__":
+    load("support/run_step.py").main(HERE, DEVICE, step, load)
+"""
+
+
+@dataclass(frozen=True)
+class ProgramTitle:
+    """What the head of ``program.py`` says: model, phase, shape key and target."""
+
+    model: str
+    phase: str
+    shape_key: str
+    target: str
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self.target.partition(":")[0]
+
+
+def program_text(program: CapturedProgram, kernels: KernelSet, title: ProgramTitle) -> str:
+    """The text of ``program.py``: the same on every machine for the same graph.
+
+    Raises CompileError for a node that a program cannot spell, naming it.
+    """
+    nodes = list(program.graph_module.graph.nodes)
+    names = variable_names(nodes, _RESERVED)
+    head = f"{_docstring(title, nodes)}\n\n{_imports(title, nodes)}\n{_LOADER.format(device=title.device)}"
+    loads = [_CONSTANTS.strip()] if any(node.op == "get_attr" for node in nodes) else []
+    loads += kernels.imports()
+    step = [*_signature(program, names), *_body(nodes, kernels, names)]
+    parts = [head, "\n".join(loads), "\n".join(step), _SCRIPT]
+    return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _docstring(title: ProgramTitle, nodes: list[Node]) -> str:
+    foreign = sorted({_namespace(node) for node in nodes} - {*_BUILT_IN, ""})
+    libraries = (
+        f"\nThe library that defines the operators of {', '.join(foreign)} must be imported first." if foreign else ""
+    )
+    text = _HOW_TO_RUN.format(
+        phase=title.phase.capitalize() or "One step",
+        model=title.model or "a model",
+        shape_key=title.shape_key or "static shapes",
+        target=title.target,
+        needs="torch" if title.target == "cpu:reference" else "torch, triton",
+        libraries=libraries,
+    )
+    return f'"""{text.strip()}\n"""'
+
+
+def _imports(title: ProgramTitle, nodes: list[Node]) -> str:
+    modules = {"hashlib", "os", "sys", *(_plain_module(node) for node in nodes)} - {"", "torch"}
+    lines = [f"import {name}" for name in sorted(modules)]
+    lines += ["from pathlib import Path", "from types import ModuleType, SimpleNamespace", ""]
+    if title.target == "cpu":
+        lines += [
+            'if __name__ == "__main__":',
+            '    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported',
+            "",
+        ]
+    return "\n".join([*lines, "import torch"])
+
+
+def _signature(program: CapturedProgram, names: dict[Node, str]) -> list[str]:
+    """``def step(`` with a line for each placeholder: its kind, outer name, dtype and shape."""
+    lines = ["@torch.no_grad()", "def step("]
+    placeholders = program.placeholders
+    for spec in program.inputs:
+        kind = f"{spec.kind}, updated in place" if spec.mutated else spec.kind
+        shape = f"{spec.dtype}[{', '.join(str(size) for size in spec.shape)}]"
+        lines.append(f"    {names[placeholders[spec.name]]},  # {kind}: {spec.source} {shape}")
+    return [*lines, "):", f'    """One step; returns ({", ".join(spec.name for spec in program.outputs)})."""']
+
+
+def _body(nodes: list[Node], kernels: KernelSet, names: dict[Node, str]) -> list[str]:
+    """A statement for each node, a comment where the module changes, and what no later node reads is freed."""
+    dying = _last_uses(nodes)
+    lines: list[str] = []
+    module = None
+    for node in nodes:
+        if node.op == "placeholder" or _proven(node):
+            continue
+        path = module_path(node)
+        if node.op != "output" and path != module:
+            lines.append(f"    # {path or 'top'}")
+            module = path
+        lines += _statement(node, kernels, names)
+        lines += wrap([names[dead] for dead in dying.get(node, [])], "    del ")
+    return lines
+
+
+def _last_uses(nodes: list[Node]) -> dict[Node, list[Node]]:
+    """For each node, the variables that no later node reads; the caller's tensors and what is returned stay."""
+    last = {argument: node for node in nodes if not _proven(node) for argument in node.all_input_nodes}
+    dying: dict[Node, list[Node]] = {}
+    for argument, node in last.items():
+        if argument.op != "placeholder" and node.op != "output":
+            dying.setdefault(node, []).append(argument)
+    return dying
+
+
+def _statement(node: Node, kernels: KernelSet, names: dict[Node, str]) -> list[str]:
+    def name_of(argument: Node) -> str:
+        return names[argument]
+
+    if node.op == "output":
+        return [f"    return {format_argument(_as_tuple(node.args[0]), name_of)}"]
+    if node.op == "call_module":
+        raise CompileError(
+            f"node {node.name} is a {node.meta.get('region', 'fused')} region, and no kernel can be generated for it"
+            f" yet: compile with --disable-pass {_region_pass(node)}"
+        )
+    comment = describe(node.meta.get("val"))
+    prefix = f"    {names[node]} = " if node.users else "    "
+    comment = comment if node.users else f"{node.name}: {comment}"
+    if node.op == "get_attr":
+        return [f'{prefix}constants["{node.target}"]  # {comment}']
+    call = kernels.call(node, name_of) if semantic_operator(node) else operator_call(node, name_of)
+    return [f"{prefix}{call}  # {comment}"] if isinstance(call, str) else call.render(prefix, comment)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _region_pass(node: Node) -> str:
+    passes = {"pointwise": "fuse-pointwise", "horizontal": "merge-horizontal", "chain": "merge-superkernels"}
+    return passes.get(str(node.meta.get("region")), "NAME of the pass that made it")
+
+
+def _proven(node: Node) -> bool:
+    """Whether the node asserts what the recorded values already prove: shapes and dtypes are static."""
+    return _namespace(node) == "aten" and "_assert_tensor_metadata" in str(node.target)
+
+
+def _namespace(node: Node) -> str:
+    return node.target.namespace if isinstance(node.target, OpOverload) else ""
+
+
+def _plain_module(node: Node) -> str:
+    """The standard module that a call outside torch.ops needs; item access needs none."""
+    if node.op != "call_function" or isinstance(node.target, OpOverload) or node.target is operator.getitem:
+        return ""
+    return str(getattr(node.target, "__module__", "")).lstrip("_")

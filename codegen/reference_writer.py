@@ -1,0 +1,67 @@
+"""``kernels/reference.py`` of a ``cpu:reference`` artifact: the references that the program uses, as written."""
+
+import ast
+from collections.abc import Iterable
+from importlib import util
+from pathlib import Path
+
+from kimigraph.ir.errors import CompileError
+
+_PACKAGE = "kimigraph.ir.reference"
+
+
+def reference_text(operators: Iterable[str]) -> str:
+    """The references of ``operators`` in one module: imports first and once, then each file's definitions."""
+    imports: dict[str, None] = {}
+    bodies: list[str] = []
+    owners: dict[str, str] = {}
+    pending = sorted(set(operators))
+    for op in pending:
+        source = _source(op)
+        kept: list[str] = []
+        for statement in ast.parse(source).body:
+            shared = _shared_file(statement)
+            if shared is not None:
+                pending += [shared] if shared not in pending else []
+            elif isinstance(statement, ast.Import | ast.ImportFrom):
+                imports[ast.unparse(statement)] = None
+            elif not _is_docstring(statement):
+                _claim(owners, statement, op)
+                kept.append(_segment(source, statement))
+        bodies.append(f"# {op}\n" + "\n\n\n".join(kept))
+    header = '"""Eager fp32 references of the operators that program.py calls."""'
+    return "\n\n\n".join(["\n\n".join([header, "\n".join(sorted(imports))]), *bodies]) + "\n"
+
+
+def _source(op: str) -> str:
+    specification = util.find_spec(f"{_PACKAGE}.{op}")
+    if specification is None or specification.origin is None:
+        raise CompileError(f"{op} has no reference, so no cpu:reference program can call it: give it {_PACKAGE}.{op}")
+    return Path(specification.origin).read_text(encoding="utf-8")
+
+
+def _shared_file(statement: ast.stmt) -> str | None:
+    """The other reference file that an import takes names from, if it is one: its text comes along."""
+    if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(f"{_PACKAGE}."):
+        return str(statement.module).removeprefix(f"{_PACKAGE}.")
+    return None
+
+
+def _segment(source: str, statement: ast.stmt) -> str:
+    """The statement's own text, decorators included."""
+    first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
+    return "\n".join(source.splitlines()[first - 1 : statement.end_lineno])
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _claim(owners: dict[str, str], statement: ast.stmt, op: str) -> None:
+    """One name, one definition: two files that define it would overwrite each other in silence."""
+    names = [getattr(statement, "name", "")]
+    if isinstance(statement, ast.Assign):
+        names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
+    for name in names:
+        if owners.setdefault(name, op) != op:
+            raise CompileError(f"the references of {owners[name]} and {op} both define {name}: rename one of the two")

@@ -1,0 +1,63 @@
+"""From a semantic node of the graph to what a kernel template is asked for."""
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from kimigraph.codegen.kernel import KernelRequest, TensorSpec
+from kimigraph.ir.errors import CompileError
+from kimigraph.ir.operators import OPERATORS
+from kimigraph.ir.operators.registry import NAMESPACE, Cost
+from kimigraph.ir.schemas import bind
+
+
+def semantic_operator(node: Node) -> str | None:
+    """The bare name of the ``kimigraph::`` operator that the node calls, or None."""
+    if node.op == "call_function" and isinstance(node.target, OpOverload) and node.target.namespace == NAMESPACE:
+        return node.target.name().partition("::")[2].partition(".")[0]
+    return None
+
+
+def tensor_arguments(node: Node) -> dict[str, Node | None]:
+    """The operator's tensor arguments by name in schema order, None where absent: what ``launch`` takes."""
+    return {name: value for name, kind, value in _bind(node) if kind == "tensor"}
+
+
+def kernel_request(node: Node) -> KernelRequest:
+    """The request for one call: shapes, strides and dtypes from ``meta["val"]``, schema defaults filled in."""
+    tensors: dict[str, TensorSpec | None] = {}
+    attributes: dict[str, Any] = {}
+    for name, kind, value in _bind(node):
+        if kind == "tensor":
+            tensors[name] = None if value is None else _specification(value, node, name)
+        else:
+            attributes[name] = value
+    op = semantic_operator(node)
+    assert op is not None
+    return KernelRequest(op, tensors, attributes)
+
+
+def call_cost(node: Node) -> Cost:
+    """Bytes and FLOPs of the call by the operator's own count."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    return OPERATORS[semantic_operator(node) or ""].cost(*args, **kwargs)
+
+
+def _bind(node: Node) -> list[tuple[str, str, Any]]:
+    """(name, "tensor" or "attribute", value) for every schema argument."""
+    assert isinstance(node.target, OpOverload)
+    kinds = {a.name: "tensor" if "Tensor" in str(a.type) else "attribute" for a in node.target._schema.arguments}
+    return [(name, kinds[name], value) for name, value in bind(node).items()]
+
+
+def _specification(value: Any, node: Node, name: str) -> TensorSpec:
+    tensor = value.meta.get("val") if isinstance(value, Node) else None
+    if not isinstance(tensor, torch.Tensor):
+        raise CompileError(f"node {node.name}: argument {name} has no recorded shape, so no kernel can be made for it")
+    sizes = (*tensor.shape, *tensor.stride())
+    if not all(isinstance(size, int) for size in sizes):
+        raise CompileError(f"node {node.name}: argument {name} has a symbolic shape; kernels need static shapes")
+    return TensorSpec(tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."))

@@ -1,0 +1,92 @@
+"""Shapes, strides and tiles of the Lightning Indexer's kernel."""
+
+from typing import Any
+
+from kimigraph.codegen.kernel import KernelModule, KernelRequest
+from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, expanded, needed, padded, render
+
+TILE = (128, 64, 256)  # keys, heads and channels of one product
+TILE_FP32 = (64, 64, 32)
+SELECT_BLOCK = 4096
+
+
+def build(request: KernelRequest) -> KernelModule:
+    """``[B, S, H, D]`` queries over ``[B, T, D]`` keys or pages; any sizes."""
+    q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
+    lengths, mask, table = (request.tensors.get(name) for name in ("lengths", "mask", "block_table"))
+    batch, tokens, heads, width = q.shape
+    page = keys.shape[1] if table is not None else 0
+    total = keys.shape[1] if table is None else table.shape[1] * page
+    top = int(request.attributes["k"])
+    mixed = q.dtype != keys.dtype
+    itemsize = 4 if mixed or q.dtype == "float32" else 2
+    # fp32 products run on the plain cores with operands in registers: larger tiles spill.
+    block_t, block_h, block_d = TILE if itemsize == 2 else TILE_FP32
+    block_t, block_h, block_d = (
+        min(padded(total, 16), block_t),
+        min(padded(heads, 16), block_h),
+        min(padded(width, 16), block_d),
+    )
+    block_s = min(max(tokens, 1), 8)
+    length_stride = 0
+    if lengths is not None and len(lengths.shape) > 0 and lengths.shape[0] > 1:
+        length_stride = lengths.stride[0]
+    score: dict[str, Any] = {
+        "S": tokens,
+        "H": heads,
+        "D": width,
+        "T": total,
+        "PAGE": page,
+        "SCALE": float(request.attributes["scale"]),
+        "Q_STRIDE": q.stride,
+        "KEY_STRIDE": keys.stride,
+        "WEIGHT_STRIDE": weights.stride,
+        "LENGTH_STRIDE": length_stride,
+        "MASK_STRIDE": (0, 0, 0) if mask is None else expanded(mask, (batch, tokens, total)),
+        "TABLE_STRIDE": (0, 0) if table is None else table.stride,
+        "BLOCK_S": block_s,
+        "BLOCK_T": block_t,
+        "BLOCK_H": block_h,
+        "BLOCK_D": block_d,
+        "UPCAST": mixed,
+    }
+    select: dict[str, Any] = {
+        "S": tokens,
+        "T": total,
+        "K": top,
+        "LENGTH_STRIDE": length_stride,
+        "BLOCK": min(padded(total, 16), SELECT_BLOCK),
+    }
+    score_options = {"num_warps": 4 if block_t >= 64 else 2, "num_stages": 1 if block_s == 1 else 2}
+    select_options = {"num_warps": min(max(select["BLOCK"] // 256, 1), 16), "num_stages": 1}
+    text = render(
+        "lightning_indexer",
+        {
+            "codes": (batch * tokens, total),
+            "picked": (batch, tokens, top),
+            "score_grid": (ceil_div(total, block_t), batch, ceil_div(tokens, block_s)),
+            "select_grid": (batch * tokens,),
+            "score_keys": score,
+            "score_options": score_options,
+            "select_row": select,
+            "select_options": select_options,
+        },
+    )
+    launches = (
+        ahead_of_time(
+            "score_keys",
+            {
+                "q": q,
+                "keys": keys,
+                "weights": weights,
+                "lengths": lengths,
+                "mask": mask,
+                "block_table": table,
+                "codes": "int32",
+            },
+            score,
+            score_options,
+        ),
+        ahead_of_time("select_row", {"codes": "int32", "lengths": lengths, "picked": "int32"}, select, select_options),
+    )
+    return KernelModule(text, launches)

@@ -1,0 +1,89 @@
+"""What the builders share: the template's text with its constants filled in, tile sizes, views of a request."""
+
+import ast
+import pprint
+from pathlib import Path
+from typing import Any
+
+from kimigraph.codegen.kernel import KernelLaunch, KernelRequest, TensorSpec
+from kimigraph.ir.errors import CompileError
+
+TRITON_TYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int32": "i32",
+    "int64": "i64",
+    "bool": "i1",
+}
+
+
+def render(op: str, constants: dict[str, Any]) -> str:
+    """The template of ``op`` without its module docstring and type-checker comment, ``CONSTANTS`` written out."""
+    source = (Path(__file__).parent.parent / "templates" / f"{op}.py").read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    lines = source.splitlines()
+    placeholder = next(
+        node for node in tree.body if isinstance(node, ast.AnnAssign) and "CONSTANTS" in ast.dump(node.target)
+    )
+    lines[placeholder.lineno - 1] = "CONSTANTS: dict[str, Any] = " + pprint.pformat(
+        constants, width=116, sort_dicts=False
+    )
+    return "\n".join(lines[tree.body[0].end_lineno :]).strip() + "\n"
+
+
+def padded(size: int, least: int = 1) -> int:
+    """The smallest power of two that is no less than ``size`` and ``least``; Triton tiles have such sides only."""
+    return max(least, 1 << max(size - 1, 0).bit_length())
+
+
+def ceil_div(size: int, block: int) -> int:
+    """How many blocks cover ``size``."""
+    return -(-size // block)
+
+
+def needed(request: KernelRequest, name: str) -> TensorSpec:
+    """The operand's specification; CompileError if the call gives none or its dtype has no Triton type here."""
+    spec = request.tensors.get(name)
+    if spec is None:
+        raise CompileError(f"{describe(request)}: the kernel needs the operand {name!r}; pass it in the model's call")
+    if spec.dtype not in TRITON_TYPES:
+        raise refuse(request, f"{name} is {spec.dtype}", f"the kernel reads {', '.join(TRITON_TYPES)}")
+    return spec
+
+
+def refuse(request: KernelRequest, reason: str, remedy: str) -> CompileError:
+    """The error of a request that a template cannot serve."""
+    return CompileError(f"{describe(request)}: {reason}; {remedy}")
+
+
+def describe(request: KernelRequest) -> str:
+    """The operator and its operands' shapes, for messages."""
+    shapes = ", ".join(
+        f"{name} {list(spec.shape)} {spec.dtype}" for name, spec in request.tensors.items() if spec is not None
+    )
+    return f"kernel for {request.op} ({shapes})"
+
+
+def expanded(spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of ``spec`` broadcast to ``shape``; 0 along a broadcast axis."""
+    missing = len(shape) - len(spec.shape)
+    sizes = (1,) * missing + spec.shape
+    strides = (0,) * missing + spec.stride
+    return tuple(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def ahead_of_time(
+    function: str,
+    arguments: dict[str, TensorSpec | str | None],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+) -> KernelLaunch:
+    """The launch for an ahead-of-time build; an argument is its tensor, a dtype (of scratch or result) or absent."""
+    types = {
+        name: "*" + TRITON_TYPES[given if isinstance(given, str) else given.dtype]
+        for name, given in arguments.items()
+        if given is not None
+    }
+    absent: dict[str, Any] = {name: None for name, given in arguments.items() if given is None}
+    return KernelLaunch(function, types, {**absent, **constants}, divisible=tuple(types), options=options)

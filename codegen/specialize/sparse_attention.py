@@ -1,0 +1,122 @@
+"""Shapes, strides, tiles and split counts of the sparse attention kernel."""
+
+from typing import Any
+
+from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
+from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, needed, padded, refuse, render
+
+PROGRAMS = 128  # about one a streaming multiprocessor: fewer leave some idle, more only add partial results
+MOST_SPLITS = 64
+ACCUMULATORS = 64 * 512  # fp32 output tile of one program: half of the register file of one SM
+MERGE_TILE = 8192
+
+
+def tile(request: KernelRequest, heads: int, width: int, picks: int, itemsize: int) -> dict[str, int]:
+    """Heads, latent columns and picks that a program holds at once."""
+    block_l = padded(width, 16)
+    most_heads = ACCUMULATORS // block_l // (1 if itemsize == 2 else 4)
+    if most_heads < 16:
+        raise refuse(
+            request,
+            f"a latent of {width} columns exceeds a tile",
+            f"at most {ACCUMULATORS // 16 // (1 if itemsize == 2 else 4)} fit",
+        )
+    # From 17 heads on a tile has the 64 rows of a warp-group product.
+    wanted = 16 if heads <= 16 else 64 if itemsize == 2 else 32
+    return {
+        "BLOCK_K": min(padded(picks, 16), 32 if itemsize == 2 else 16),
+        "BLOCK_H": min(wanted, most_heads),
+        "BLOCK_L": block_l,
+    }
+
+
+def split(rows: int, picks: int, block_k: int, splits: int | None) -> tuple[int, int]:
+    """How many programs share a row's list, and how many picks each takes (a multiple of the tile)."""
+    blocks = max(ceil_div(picks, block_k), 1)
+    wanted = min(max(PROGRAMS // max(rows, 1), 1), MOST_SPLITS) if splits is None else splits
+    each = ceil_div(blocks, min(wanted, blocks)) * block_k
+    return max(ceil_div(picks, each), 1), each
+
+
+def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
+    """Absorbed queries ``[B, S, H, L]`` over listed rows; ``splits`` overrides the number of programs a list."""
+    q_latent, latent, indices = needed(request, "q_latent"), needed(request, "latent"), needed(request, "indices")
+    q_rope, rope, table = (request.tensors.get(name) for name in ("q_rope", "rope", "block_table"))
+    batch, tokens, heads, width = q_latent.shape
+    rope_width = 0 if q_rope is None else q_rope.shape[-1]
+    if rope_width == 0:
+        q_rope = rope = None
+    page = latent.shape[1] if table is not None else 0
+    total = latent.shape[1] if table is None else table.shape[1] * page
+    picks = indices.shape[-1]
+    dtypes = {spec.dtype for spec in (q_latent, q_rope, latent, rope) if spec is not None}
+    mixed = len(dtypes) > 1
+    itemsize = 4 if mixed or "float32" in dtypes else 2
+    blocks = tile(request, heads, width, picks, itemsize)
+    groups = ceil_div(heads, blocks["BLOCK_H"])
+    parts, each = split(batch * tokens * groups, picks, blocks["BLOCK_K"], splits)
+    attend: dict[str, Any] = {
+        "S": tokens,
+        "H": heads,
+        "L": width,
+        "R": rope_width,
+        "T": total,
+        "K": picks,
+        "PAGE": page,
+        "SCALE": float(request.attributes["scale"]),
+        "Q_STRIDE": q_latent.stride,
+        "Q_ROPE_STRIDE": (0, 0, 0, 0) if q_rope is None else q_rope.stride,
+        "LATENT_STRIDE": latent.stride,
+        "ROPE_STRIDE": (0, 0, 0) if rope is None else rope.stride,
+        "INDEX_STRIDE": indices.stride,
+        "TABLE_STRIDE": (0, 0) if table is None else table.stride,
+        "SPLITS": parts,
+        "SPLIT": each,
+        **blocks,
+        "BLOCK_R": padded(rope_width, 16),
+        "UPCAST": mixed,
+    }
+    attend_options = {"num_warps": 8 if blocks["BLOCK_H"] * blocks["BLOCK_L"] >= 16384 else 4, "num_stages": 2}
+    merge = None if parts == 1 else merge_constants(heads, width, parts)
+    merge_options = {"num_warps": 4, "num_stages": 1}
+    constants: dict[str, Any] = {
+        "out": (batch, tokens, heads, width),
+        "lse": (batch, tokens, heads),
+        "parts": (batch * tokens, parts, heads, width),
+        "part_lse": (batch * tokens, parts, heads),
+        "attend_grid": (batch * tokens * parts, groups),
+        "attend_split": attend,
+        "attend_options": attend_options,
+        "merge_splits": merge,
+    }
+    operands: dict[str, TensorSpec | str | None] = {
+        "q_latent": q_latent,
+        "q_rope": q_rope,
+        "latent": latent,
+        "rope": rope,
+        "indices": indices,
+        "block_table": table,
+        "out": q_latent.dtype if merge is None else "float32",
+        "out_lse": "float32",
+    }
+    launches = [ahead_of_time("attend_split", operands, {**attend, "INTERPRET": False}, attend_options)]
+    if merge is not None:
+        merge_groups = ceil_div(heads, merge["BLOCK_H"])
+        constants["merge_grid"] = (batch * tokens * merge_groups, ceil_div(width, merge["BLOCK_L"]))
+        constants["merge_options"] = merge_options
+        results: dict[str, TensorSpec | str | None] = {
+            "parts": "float32",
+            "part_lse": "float32",
+            "out": q_latent.dtype,
+            "out_lse": "float32",
+        }
+        launches.append(ahead_of_time("merge_splits", results, {**merge, "INTERPRET": False}, merge_options))
+    return KernelModule(render("sparse_attention", constants), tuple(launches))
+
+
+def merge_constants(heads: int, width: int, parts: int) -> dict[str, Any]:
+    """A merging program reads all parts of some heads and columns in one tile, so that one latency covers them."""
+    block_p = padded(parts)
+    block_l = min(padded(width), max(MERGE_TILE // block_p, 1))
+    block_h = min(padded(heads), max(MERGE_TILE // (block_p * block_l), 1))
+    return {"H": heads, "L": width, "SPLITS": parts, "BLOCK_P": block_p, "BLOCK_H": block_h, "BLOCK_L": block_l}

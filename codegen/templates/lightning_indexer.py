@@ -1,0 +1,223 @@
+# pyright: basic
+# Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
+"""Lightning Indexer: scores, then the exact top k, in two launches.
+
+``score_keys`` writes one unsigned code a (query row, key), monotone in the score; ``select_row`` finds the k-th code by
+8-bit digits and lists the winners in ascending index. The codes are the seam along which a row can be split over
+several programs: a histogram adds, and the emission needs only the counts of the parts before it.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRET = triton.knobs.runtime.interpret
+CONSTANTS: dict[str, Any] = {}
+
+
+@triton.jit
+def visible_limit(lengths, sequence, token, LENGTH_STRIDE: tl.constexpr, T: tl.constexpr):
+    """Keys below this position may be visible to query row ``token``: min(length + token, T), or T without lengths."""
+    limit = tl.full([], T, tl.int64)
+    if lengths is not None:
+        limit = tl.minimum(tl.load(lengths + sequence * LENGTH_STRIDE).to(tl.int64) + token, T)
+    return limit.to(tl.int32)
+
+
+@triton.jit
+def key_offsets(
+    block_table, sequence, position, inside, KEY_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr, PAGE: tl.constexpr
+):
+    """Element offsets of key rows, int64 from the page id on, and which rows exist (an unmapped page has none)."""
+    if PAGE == 0:
+        page = sequence
+        slot = position.to(tl.int64)
+    else:
+        entry = block_table + sequence * TABLE_STRIDE[0] + (position // PAGE).to(tl.int64) * TABLE_STRIDE[1]
+        page = tl.load(entry, mask=inside, other=-1).to(tl.int64)
+        slot = (position % PAGE).to(tl.int64)
+        inside = inside & (page >= 0)
+    return page * KEY_STRIDE[0] + slot * KEY_STRIDE[1], inside
+
+
+@triton.jit
+def order_code(score):
+    """float32 -> uint32 with the same order; -0 as +0, NaN as -inf. No score gives 0, which marks hidden keys."""
+    score = tl.where(score != score, float("-inf"), score)
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
+    return bits ^ tl.where((bits >> 31) != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
+
+
+@triton.jit
+def load_channels(
+    row,
+    inside,
+    channel: tl.constexpr,
+    axis: tl.constexpr,
+    D: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """BLOCK_D channels of each row, along ``axis``; zeros outside."""
+    column = tl.expand_dims(channel + tl.arange(0, BLOCK_D), 1 - axis)
+    tile = tl.load(row + column * STRIDE, mask=inside & (column < D), other=0.0)
+    if UPCAST:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def score_keys(
+    q,
+    keys,
+    weights,
+    lengths,
+    mask,
+    block_table,
+    codes,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
+    WEIGHT_STRIDE: tl.constexpr,
+    LENGTH_STRIDE: tl.constexpr,
+    MASK_STRIDE: tl.constexpr,
+    TABLE_STRIDE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One block of keys of one sequence against BLOCK_S query rows: the keys are read once, heads sum inside a row."""
+    first = tl.program_id(0) * BLOCK_T
+    sequence = tl.program_id(1).to(tl.int64)
+    first_token = tl.program_id(2) * BLOCK_S
+    last_token = tl.minimum(first_token + BLOCK_S, S) - 1
+    reach = visible_limit(lengths, sequence, last_token, LENGTH_STRIDE, T)
+    if first >= reach:
+        return
+    position = first + tl.arange(0, BLOCK_T)
+    offset, exists = key_offsets(block_table, sequence, position, position < reach, KEY_STRIDE, TABLE_STRIDE, PAGE)
+    key_row = keys + offset[:, None]
+    if D <= BLOCK_D:
+        tile = load_channels(key_row, exists[:, None], 0, 1, D, KEY_STRIDE[2], BLOCK_D, UPCAST)
+    for step in range(0, last_token - first_token + 1):
+        token = first_token + step
+        score = tl.zeros([BLOCK_T], tl.float32)
+        for head_block in tl.static_range(0, H, BLOCK_H):
+            head = head_block + tl.arange(0, BLOCK_H)
+            q_row = q + sequence * Q_STRIDE[0] + token.to(tl.int64) * Q_STRIDE[1] + head[None, :] * Q_STRIDE[2]
+            weight_row = weights + sequence * WEIGHT_STRIDE[0] + token.to(tl.int64) * WEIGHT_STRIDE[1]
+            weight = tl.load(weight_row + head * WEIGHT_STRIDE[2], mask=head < H, other=0.0).to(tl.float32) * SCALE
+            dots = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+            for channel in tl.static_range(0, D, BLOCK_D):
+                if D > BLOCK_D:
+                    tile = load_channels(key_row, exists[:, None], channel, 1, D, KEY_STRIDE[2], BLOCK_D, UPCAST)
+                query = load_channels(q_row, (head < H)[None, :], channel, 0, D, Q_STRIDE[3], BLOCK_D, UPCAST)
+                dots = tl.dot(tile, query, dots, input_precision="ieee")
+            # Not a maximum: a NaN must reach the sum.
+            weighted = tl.where(dots < 0.0, 0.0, dots) * weight[None, :]
+            if H % BLOCK_H != 0:
+                # A key with an infinity makes NaN in the padding heads.
+                weighted = tl.where((head < H)[None, :], weighted, 0.0)
+            score += tl.sum(weighted, 1)
+        visible = exists & (position < visible_limit(lengths, sequence, token, LENGTH_STRIDE, T))
+        if mask is not None:
+            mask_row = mask + sequence * MASK_STRIDE[0] + token.to(tl.int64) * MASK_STRIDE[1]
+            visible = visible & (tl.load(mask_row + position.to(tl.int64) * MASK_STRIDE[2], mask=visible, other=0) != 0)
+        code = tl.where(visible, order_code(score), 0).to(tl.int32, bitcast=True)
+        tl.store(codes + (sequence * S + token) * T + position, code, mask=position < reach)
+
+
+@triton.jit
+def load_codes(row, start, limit, BLOCK: tl.constexpr):
+    """A tile of a row of codes; positions at or after ``limit``, which nobody wrote, read as hidden."""
+    position = start + tl.arange(0, BLOCK)
+    return tl.load(row + position, mask=position < limit, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def threshold_code(row, limit, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The last winner's code, and how many keys of just that code win: a search from the top, 8 bits a pass."""
+    digit = tl.arange(0, 256)
+    prefix = tl.full([], 0, tl.uint32)
+    wanted = tl.full([], K, tl.int32)
+    for step in tl.static_range(4):
+        counts = tl.zeros([256], tl.int32)
+        for start in range(0, limit, BLOCK):
+            code = load_codes(row, start, limit, BLOCK)
+            matches = code != 0
+            if step > 0:
+                matches = matches & ((code >> (32 - 8 * step)) == prefix)
+            counts += tl.histogram(((code >> (24 - 8 * step)) & 255).to(tl.int32), 256, mask=matches)
+        if step == 0:
+            wanted = tl.minimum(wanted, tl.sum(counts))
+        at_least = tl.cumsum(counts, 0, reverse=True)
+        chosen = tl.sum((at_least >= wanted).to(tl.int32)) - 1
+        wanted -= tl.sum(tl.where(digit > chosen, counts, 0))
+        prefix = (prefix << 8) | chosen.to(tl.uint32)
+    return prefix, wanted
+
+
+@triton.jit
+def select_row(
+    codes,
+    lengths,
+    picked,
+    S: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    LENGTH_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One query row: the set of the first K visible keys by (code descending, index ascending), ascending, then -1."""
+    index = tl.program_id(0)
+    limit = visible_limit(lengths, (index // S).to(tl.int64), index % S, LENGTH_STRIDE, T)
+    row = codes + index.to(tl.int64) * T
+    out = picked + index.to(tl.int64) * K
+    threshold = tl.full([], 0, tl.uint32)
+    ties = tl.full([], 0, tl.int32)
+    if limit > K:
+        threshold, ties = threshold_code(row, limit, K, BLOCK)
+    above_before = tl.full([], 0, tl.int32)
+    equal_before = tl.full([], 0, tl.int32)
+    for start in range(0, limit, BLOCK):
+        code = load_codes(row, start, limit, BLOCK)
+        above = (code > threshold).to(tl.int32)
+        equal = ((code == threshold) & (code != 0)).to(tl.int32)
+        # Both running counts in one scan: BLOCK is below 2 ** 15.
+        running = tl.cumsum((above << 16) | equal, 0)
+        above_rank = above_before + (running >> 16)
+        equal_rank = equal_before + (running & 0xFFFF)
+        wins = (above != 0) | ((equal != 0) & (equal_rank <= ties))
+        slot = above_rank + tl.minimum(equal_rank, ties) - 1
+        tl.store(out + slot, start + tl.arange(0, BLOCK), mask=wins)
+        above_before += tl.sum(above)
+        equal_before += tl.sum(equal)
+    listed = above_before + tl.minimum(equal_before, ties)
+    for start in range(0, K, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        tl.store(out + slot, tl.full([BLOCK], -1, tl.int32), mask=(slot >= listed) & (slot < K))
+
+
+def launch(q, keys, weights, lengths=None, mask=None, block_table=None):
+    """The operator's tensors in schema order -> int32 [B, S, k]."""
+    codes = torch.empty(CONSTANTS["codes"], dtype=torch.int32, device=q.device)
+    picked = torch.empty(CONSTANTS["picked"], dtype=torch.int32, device=q.device)
+    score, select = CONSTANTS["score_keys"], CONSTANTS["select_row"]
+    if INTERPRET:
+        # The interpreter's products of 16-bit floats are wrong (bf16) or rounded (fp16).
+        score = {**score, "UPCAST": True}
+    score_keys[CONSTANTS["score_grid"]](
+        q, keys, weights, lengths, mask, block_table, codes, **score, **CONSTANTS["score_options"]
+    )
+    select_row[CONSTANTS["select_grid"]](codes, lengths, picked, **select, **CONSTANTS["select_options"])
+    return picked

@@ -1,0 +1,208 @@
+# pyright: basic
+# Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
+"""Absorbed MLA attention over listed cache rows: split along the list, then merged.
+
+``attend_split`` runs an online softmax (base 2) over one part of the list and writes its normalised output with its
+log-sum-exp; ``merge_splits`` weighs the parts. With one part the first launch writes the result itself.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRET = triton.knobs.runtime.interpret
+CONSTANTS: dict[str, Any] = {}
+
+
+@triton.jit
+def narrow(value, out, INTERPRET: tl.constexpr):
+    """fp32 -> the element type of ``out``, rounding to nearest even; the interpreter's own cast to bf16 truncates."""
+    if INTERPRET and out.dtype.element_ty == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+        narrowed = tl.where(value != value, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        narrowed = value.to(out.dtype.element_ty)
+    return narrowed
+
+
+@triton.jit
+def row_offsets(block_table, sequence, index, T: tl.constexpr, TABLE_STRIDE: tl.constexpr, PAGE: tl.constexpr):
+    """Page (or sequence) id and row inside it, both int64, and whether the row exists: in range, in a mapped page."""
+    exists = (index >= 0) & (index < T)
+    index = index.to(tl.int64)
+    if PAGE == 0:
+        page = sequence + index * 0
+        slot = index
+    else:
+        entry = block_table + sequence * TABLE_STRIDE[0] + (index // PAGE) * TABLE_STRIDE[1]
+        page = tl.load(entry, mask=exists, other=-1).to(tl.int64)
+        slot = index % PAGE
+        exists = exists & (page >= 0)
+    return page, slot, exists
+
+
+@triton.jit
+def attend_split(
+    q_latent,
+    q_rope,
+    latent,
+    rope,
+    indices,
+    block_table,
+    out,
+    out_lse,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
+    Q_ROPE_STRIDE: tl.constexpr,
+    LATENT_STRIDE: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr,
+    INDEX_STRIDE: tl.constexpr,
+    TABLE_STRIDE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    UPCAST: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """One part of one index row for BLOCK_H heads; the gathered latent tile serves as keys and as values."""
+    part = tl.program_id(0) % SPLITS
+    row = (tl.program_id(0) // SPLITS).to(tl.int64)
+    sequence = row // S
+    token = row % S
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    column = tl.arange(0, BLOCK_L)
+    turn = tl.arange(0, BLOCK_R)
+    in_latent = (head < H)[:, None] & (column < L)[None, :]
+    q_row = q_latent + sequence * Q_STRIDE[0] + token * Q_STRIDE[1]
+    query = tl.load(q_row + head[:, None] * Q_STRIDE[2] + column[None, :] * Q_STRIDE[3], mask=in_latent, other=0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
+    if R > 0:
+        turn_row = q_rope + sequence * Q_ROPE_STRIDE[0] + token * Q_ROPE_STRIDE[1]
+        turned = tl.load(
+            turn_row + head[:, None] * Q_ROPE_STRIDE[2] + turn[None, :] * Q_ROPE_STRIDE[3],
+            mask=(head < H)[:, None] & (turn < R)[None, :],
+            other=0.0,
+        )
+        if UPCAST:
+            turned = turned.to(tl.float32)
+    index_row = indices + sequence * INDEX_STRIDE[0] + token * INDEX_STRIDE[1]
+    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    mixed = tl.zeros([BLOCK_H, BLOCK_L], tl.float32)
+    for start in range(0, SPLIT, BLOCK_K):
+        pick = part * SPLIT + start + tl.arange(0, BLOCK_K)
+        index = tl.load(index_row + pick * INDEX_STRIDE[2], mask=pick < K, other=-1)
+        page, slot, exists = row_offsets(block_table, sequence, index, T, TABLE_STRIDE, PAGE)
+        values = tl.load(
+            latent + (page * LATENT_STRIDE[0] + slot * LATENT_STRIDE[1])[:, None] + column[None, :] * LATENT_STRIDE[2],
+            mask=exists[:, None] & (column < L)[None, :],
+            other=0.0,
+        )
+        if UPCAST:
+            values = values.to(tl.float32)
+        logit = tl.dot(query, tl.trans(values), input_precision="ieee")
+        if R > 0:
+            keys = tl.load(
+                rope + (page * ROPE_STRIDE[0] + slot * ROPE_STRIDE[1])[:, None] + turn[None, :] * ROPE_STRIDE[2],
+                mask=exists[:, None] & (turn < R)[None, :],
+                other=0.0,
+            )
+            if UPCAST:
+                keys = keys.to(tl.float32)
+            logit = tl.dot(turned, tl.trans(keys), logit, input_precision="ieee")
+        logit = tl.where(exists[None, :], logit * (SCALE * 1.4426950408889634), float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(logit, 1))
+        # Nothing seen yet: -inf minus -inf would be NaN.
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        shrink = tl.exp2(peak - base)
+        weight = tl.exp2(logit - base[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        mixed = tl.dot(weight.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
+        peak = new_peak
+    seen = total > 0.0
+    result = tl.where(seen[:, None], mixed / tl.where(seen, total, 1.0)[:, None], 0.0)
+    lse = tl.where(seen, peak + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
+    head_row = (row * SPLITS + part) * H + head
+    tl.store(out + head_row[:, None] * L + column[None, :], narrow(result, out, INTERPRET), mask=in_latent)
+    # Parts keep base 2; a single part is the result, in natural logarithm.
+    tl.store(out_lse + head_row, lse * 0.6931471805599453 if SPLITS == 1 else lse, mask=head < H)
+
+
+@triton.jit
+def merge_splits(
+    parts,
+    part_lse,
+    out,
+    out_lse,
+    H: tl.constexpr,
+    L: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """All parts of a row at once for BLOCK_H heads and BLOCK_L columns; a part that saw nothing is not read."""
+    groups: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    row = (tl.program_id(0) // groups).to(tl.int64)
+    head = (tl.program_id(0) % groups) * BLOCK_H + tl.arange(0, BLOCK_H)
+    column = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
+    part = tl.arange(0, BLOCK_P)
+    source = (row * SPLITS + part)[:, None] * H + head[None, :]
+    present = (part < SPLITS)[:, None] & (head < H)[None, :]
+    lse = tl.load(part_lse + source, mask=present, other=float("-inf"))
+    peak = tl.max(lse, 0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.exp2(lse - base[None, :])
+    total = tl.sum(weight, 0)
+    seen = total > 0.0
+    weight = weight / tl.where(seen, total, 1.0)[None, :]
+    values = tl.load(
+        parts + source[:, :, None] * L + column[None, None, :],
+        mask=(lse > float("-inf"))[:, :, None] & (column < L)[None, None, :],
+        other=0.0,
+    )
+    result = tl.sum(values * weight[:, :, None], 0)
+    target = row * H + head
+    inside = (head < H)[:, None] & (column < L)[None, :]
+    tl.store(out + target[:, None] * L + column[None, :], narrow(result, out, INTERPRET), mask=inside)
+    if tl.program_id(1) == 0:
+        natural = tl.where(seen, base + tl.log2(tl.where(seen, total, 1.0)), float("-inf")) * 0.6931471805599453
+        tl.store(out_lse + target, natural, mask=head < H)
+
+
+def launch(q_latent, q_rope, latent, rope, indices, block_table=None):
+    """The operator's tensors in schema order -> (out [B, S, H, L], lse fp32 [B, S, H])."""
+    out = torch.empty(CONSTANTS["out"], dtype=q_latent.dtype, device=q_latent.device)
+    lse = torch.empty(CONSTANTS["lse"], dtype=torch.float32, device=q_latent.device)
+    attend, merge = CONSTANTS["attend_split"], CONSTANTS["merge_splits"]
+    parts, part_lse = out, lse
+    if merge is not None:
+        parts = torch.empty(CONSTANTS["parts"], dtype=torch.float32, device=q_latent.device)
+        part_lse = torch.empty(CONSTANTS["part_lse"], dtype=torch.float32, device=q_latent.device)
+    if INTERPRET:
+        # The interpreter's products of 16-bit floats are wrong (bf16) or rounded (fp16).
+        attend = {**attend, "UPCAST": True}
+    attend_split[CONSTANTS["attend_grid"]](
+        q_latent, q_rope, latent, rope, indices, block_table, parts, part_lse,
+        INTERPRET=INTERPRET, **attend, **CONSTANTS["attend_options"],
+    )  # fmt: skip
+    if merge is not None:
+        merge_splits[CONSTANTS["merge_grid"]](
+            parts, part_lse, out, lse, INTERPRET=INTERPRET, **merge, **CONSTANTS["merge_options"]
+        )
+    return out, lse

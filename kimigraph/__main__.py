@@ -1,0 +1,5 @@
+"""``python -m kimigraph`` is ``kimigraph``."""
+
+from kimigraph.cli import main
+
+main()

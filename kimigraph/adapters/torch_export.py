@@ -1,0 +1,151 @@
+# pyright: basic
+# Reason: graph signatures, fake tensors and higher-order operators of torch.export are private or partly typed.
+"""``torch.export`` down to a functional ATen graph."""
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Graph, Node
+
+
+@dataclass(frozen=True)
+class LiftedInput:
+    """A placeholder of the functional graph. ``target`` names a parameter, buffer or constant; None for an argument."""
+
+    node: Node
+    kind: str
+    target: str | None
+    persistent: bool
+    value: Tensor | None
+
+
+@dataclass(frozen=True)
+class FunctionalGraph:
+    """A functional graph with its signature in plain terms.
+
+    ``inputs`` are in placeholder order. ``arguments`` are the argument leaves in order: a placeholder node each.
+    ``mutations`` maps the name of a placeholder to the node that holds its new value. ``results`` are the leaves of the
+    model's own result: nodes or plain values.
+    """
+
+    graph: Graph
+    inputs: tuple[LiftedInput, ...]
+    mutations: dict[str, Node]
+    results: tuple[Any, ...]
+    in_spec: Any
+    out_spec: Any
+
+
+def export_functional(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool) -> FunctionalGraph:
+    """Export ``module`` and make its graph functional, composite operators such as matmul kept whole."""
+    with torch.no_grad(), _quiet():
+        exported = torch.export.export(module, args, kwargs, strict=strict).run_decompositions({})
+    return _plain(exported)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without the log lines in which torch.export explains failures that are raised anyway."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental", "torch._dynamo", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _plain(exported: ExportedProgram) -> FunctionalGraph:
+    signature, graph = exported.graph_signature, exported.graph_module.graph
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    inputs = tuple(_lifted(spec, placeholders[spec.arg.name], exported) for spec in signature.input_specs)
+    by_target = {item.target: item.node.name for item in inputs if item.target is not None}
+    mutations: dict[str, Node] = {}
+    results: list[Any] = []
+    for spec, value in zip(signature.output_specs, graph.output_node().args[0], strict=True):
+        if spec.kind == OutputKind.USER_OUTPUT:
+            results.append(value)
+        elif spec.kind == OutputKind.USER_INPUT_MUTATION:
+            mutations[spec.target] = value
+        elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
+            mutations[by_target[spec.target]] = value
+        else:
+            raise NotImplementedError(f"the model returns a {spec.kind.name.lower()}")
+    call = exported.call_spec
+    return FunctionalGraph(graph, inputs, mutations, tuple(results), call.in_spec, call.out_spec)
+
+
+def _lifted(spec: Any, node: Node, exported: ExportedProgram) -> LiftedInput:
+    kind, target = spec.kind, spec.target
+    if kind == InputKind.USER_INPUT:
+        return LiftedInput(node, "argument", None, False, None)
+    if kind == InputKind.PARAMETER:
+        return LiftedInput(node, "parameter", target, True, exported.state_dict[target])
+    if kind == InputKind.BUFFER:
+        held = exported.state_dict if spec.persistent else exported.constants
+        return LiftedInput(node, "buffer", target, bool(spec.persistent), held[target])
+    if kind == InputKind.CONSTANT_TENSOR:
+        return LiftedInput(node, "constant", target, False, exported.constants[target])
+    raise NotImplementedError(f"the model holds a {kind.name.lower()} ({target})")
+
+
+@dataclass(frozen=True)
+class WrittenArgument:
+    """A mutated argument of a functionalized call: which base, and the part of it (None: all of it).
+
+    ``region`` is the overload and arguments of the view that gives the part; ``as_strided`` counts from the base's start.
+    """
+
+    base: int
+    region: tuple[Any, tuple[Any, ...]] | None
+
+
+@dataclass(frozen=True)
+class FunctionalizedCall:
+    """An ``auto_functionalized_v2`` node taken apart: ``operator(**plain, **written)`` over ``bases``.
+
+    ``results`` is the number of the operator's own results; the new value of base i follows them at place results + i.
+    """
+
+    operator: Any
+    plain: dict[str, Any]
+    written: dict[str, WrittenArgument]
+    bases: list[Node]
+    results: int
+
+
+def functionalized_call(node: Any) -> FunctionalizedCall | None:
+    """``node`` taken apart, or None when it is no ``auto_functionalized_v2`` call."""
+    if not isinstance(node, Node) or node.op != "call_function" or str(node.target) != "auto_functionalized_v2":
+        return None
+    operator, bases = node.args[0], list(node.kwargs["_all_bases"])
+    plain = {key: value for key, value in node.kwargs.items() if not key.startswith("_")}
+    written: dict[str, WrittenArgument] = {}
+    for key, base in node.kwargs.items():
+        name = key[1 : -len("_base_index")]
+        if not key.endswith("_base_index"):
+            continue
+        if base is None:
+            plain[name] = None
+        else:
+            written[name] = WrittenArgument(base, _region(node.kwargs, name, bases[base]))
+    return FunctionalizedCall(operator, plain, written, bases, max(len(operator._schema.returns), 1))
+
+
+def _region(fields: Any, name: str, base: Node) -> tuple[Any, tuple[Any, ...]] | None:
+    if f"_{name}_size" in fields:
+        offset = fields[f"_{name}_storage_offset"] - base.meta["val"].storage_offset()
+        return torch.ops.aten.as_strided.default, (fields[f"_{name}_size"], fields[f"_{name}_stride"], offset)
+    if f"_{name}_slice_dim" in fields:
+        part = tuple(fields[f"_{name}_slice_{end}"] for end in ("dim", "start", "end"))
+        return torch.ops.aten.slice.Tensor, part
+    return None

@@ -1,0 +1,30 @@
+"""A resolved source to a captured program."""
+
+from dataclasses import replace
+from typing import Any
+
+from kimigraph.capture.program import capture_module
+from kimigraph.capture.source import ModelSource
+from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.program import CapturedProgram
+
+
+def capture(source: ModelSource, config: CompileConfig) -> CapturedProgram:
+    """Capture one step of ``source``; errors as in ``capture_module``.
+
+    ``info`` records the source, model type, shape and notes for people (such as a top-k larger than the context).
+    """
+    module, args, kwargs = source.build()
+    program = capture_module(module, args, kwargs, replace(config, phase=source.phase), source.hints)
+    shape: dict[str, Any] = {}
+    if source.shape is not None:
+        shape = {"batch": source.shape.batch, "tokens": source.shape.tokens, "context": source.shape.context}
+    program.info.update(
+        source=source.name,
+        model_type=source.model_type,
+        shape_key=source.shape_key,
+        random_weights=source.random_weights,
+        notes=[*source.notes, *program.info.get("notes", [])],
+        **shape,
+    )
+    return program

@@ -1,0 +1,123 @@
+"""What a module is, as JSON that is equal in every process: the model's part of the cache key.
+
+It holds names and shapes of tensors, classes with their plain attributes, and hashes of source files by module name. It
+holds no paths, times, addresses or values of weights.
+"""
+
+import hashlib
+import inspect
+import json
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from kimigraph.capture.watch import reachable_tensors
+
+_VERSIONED = ("torch", "transformers")
+"""Packages whose version stands for their sources, beside the files of the model's own classes."""
+
+
+def module_identity(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]] | None) -> dict[str, Any]:
+    """The identity of ``module``; with ``call``, also of its arguments and of the values of its constants."""
+    state = module.state_dict(keep_vars=True)
+    identity: dict[str, Any] = {
+        "tensors": {name: _tensor(tensor) for name, tensor in state.items()},
+        "tied": _tied(state),
+        "modules": _digest([_module(path, child) for path, child in module.named_modules()]),
+        "sources": source_hashes({type(child) for child in module.modules()}),
+    }
+    if call is not None:
+        identity["inputs"] = call_digest(*call)
+        constants = {name: tensor for name, tensor in reachable_tensors(module).items() if name not in state}
+        identity["constants"] = _digest({name: _bytes_digest(tensor) for name, tensor in constants.items()})
+    return identity
+
+
+def call_digest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Twelve hex digits over structure, shapes, strides and dtypes of a call's arguments, and over its plain values."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return _digest([str(spec), [_tensor(x) if isinstance(x, Tensor) else repr(x) for x in leaves]])[:12]
+
+
+def _tensor(tensor: Tensor) -> list[Any]:
+    return [list(tensor.shape), list(tensor.stride()), str(tensor.dtype)]
+
+
+def _tied(state: dict[str, Tensor]) -> list[list[str]]:
+    """Groups of names that share one tensor."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        groups.setdefault(id(tensor), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _module(path: str, module: nn.Module) -> list[Any]:
+    kind = type(module)
+    plain = {name: value for name, value in vars(module).items() if _is_plain(value)}
+    return [path, f"{kind.__module__}.{kind.__qualname__}", {name: repr(plain[name]) for name in sorted(plain)}]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
+
+
+def source_hashes(classes: set[type]) -> dict[str, str]:
+    """SHA-256 of the source files of ``classes`` and of what those files use from their own package, by module name."""
+    pending = sorted({kind.__module__ for kind in classes})
+    found: dict[str, str] = {}
+    while pending:
+        name = pending.pop()
+        module = sys.modules.get(name)
+        if module is None or name in found or name.partition(".")[0] == "torch":
+            continue
+        text = _source(module)
+        if text is not None:
+            found[name] = hashlib.sha256(text.encode()).hexdigest()
+            if name.partition(".")[0] not in _VERSIONED:
+                pending += _used_modules(module)
+    for package in _VERSIONED:
+        if any(name.partition(".")[0] == package for name in {kind.__module__ for kind in classes}):
+            found[package] = _version(package)
+    return dict(sorted(found.items()))
+
+
+def _source(module: ModuleType) -> str | None:
+    path = getattr(module, "__file__", None)
+    if path is None or not Path(path).is_file():
+        return None
+    return Path(path).read_text(encoding="utf-8", errors="replace")
+
+
+def _used_modules(module: ModuleType) -> list[str]:
+    """Modules of the same top-level package whose objects stand in the globals of ``module``."""
+    package = module.__name__.partition(".")[0]
+    names: set[str] = set()
+    for value in list(vars(module).values()):
+        name = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+        if isinstance(name, str) and name.partition(".")[0] == package:
+            names.add(name)
+    return sorted(names)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _bytes_digest(tensor: Tensor) -> str:
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(raw).hexdigest()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,89 @@
+"""``kimi_k31`` as a source."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kimigraph.capture.example import StepExample, StepInput
+from kimigraph.capture.hints import CaptureHints, InputHint
+from kimigraph.capture.shape import StepShape, step_shape
+from kimigraph.capture.source import Loaded, ModelSource
+from kimigraph.capture.weights import dtype_name, load_weights, seed_weights
+from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.descriptors import ConvDescriptor, IndexKeyDescriptor, LatentDescriptor, StateDescriptor
+from kimigraph.models.kimi_k31 import KimiK31Config, KimiK31ForCausalLM, new_cache
+
+MODEL_TYPES = ("kimi_k31",)
+
+
+def kimi_source(
+    directory: Path, document: dict[str, Any], config: CompileConfig, weight_seed: int | None
+) -> ModelSource:
+    """The source of a Kimi K3.1 model. ``weight_seed`` seeds its weights; None reads them from ``directory``."""
+    overrides = config.overrides + ((("dtype", config.dtype),) if config.dtype else ())
+    model_config = KimiK31Config.from_dict(document, overrides)
+    shape = step_shape(config, model_config.max_position_embeddings)
+    inputs = _inputs(model_config, shape)
+    return ModelSource(
+        name=directory.resolve().name,
+        model_type="kimi_k31",
+        phase=config.phase,
+        load=partial(_load, directory, model_config, weight_seed, StepExample(shape, inputs, config.seed)),
+        shape=shape,
+        hints=CaptureHints({item.name: item.hint for item in inputs}, ("logits",)),
+        document={**document, "overrides": [list(pair) for pair in overrides], "dtype": model_config.dtype},
+        random_weights=weight_seed is not None,
+        notes=_notes(model_config, shape),
+    )
+
+
+def _load(
+    directory: Path, model_config: KimiK31Config, weight_seed: int | None, example: StepExample, device: str
+) -> Loaded:
+    module = KimiK31ForCausalLM(model_config, device)
+    if device != "meta":
+        if weight_seed is None:
+            load_weights(module, directory)
+        else:
+            seed_weights(module, weight_seed)
+
+    def arguments(length: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tensors = example.tensors(length)
+        return (tensors.pop("input_ids"), tensors.pop("lengths"), tensors), {}
+
+    return Loaded(module, arguments)
+
+
+def _inputs(model_config: KimiK31Config, shape: StepShape) -> tuple[StepInput, ...]:
+    longest = shape.default_length
+    ids = InputHint("input", (0, model_config.vocab_size))
+    lengths = InputHint("input", (0, longest + 1), is_length=True)
+    caches = new_cache(model_config, shape.batch, shape.context, device="meta")
+    return (
+        StepInput("input_ids", (shape.batch, shape.tokens), torch.int64, ids),
+        StepInput("lengths", (shape.batch,), torch.int32, lengths),
+        *(
+            StepInput(name, tuple(tensor.shape), tensor.dtype, InputHint("cache", descriptor=_descriptor(name, tensor, model_config)))
+            for name, tensor in caches.items()
+        ),
+    )
+
+
+def _descriptor(name: str, tensor: torch.Tensor, model_config: KimiK31Config) -> str:
+    part, dtype, linear = name.rpartition(".")[2], dtype_name(tensor.dtype), model_config.linear_attn_config
+    if part in ("latent", "rope"):
+        return str(LatentDescriptor("contiguous", dtype, model_config.kv_lora_rank, model_config.qk_rope_head_dim))
+    if part == "index_key":
+        return str(IndexKeyDescriptor("contiguous", dtype, model_config.index_head_dim))
+    if part == "kda":
+        return str(StateDescriptor("vk", dtype, linear.num_heads, linear.head_dim, linear.head_dim))
+    return str(ConvDescriptor(tensor.shape[1], linear.short_conv_kernel_size, tensor.shape[2]))
+
+
+def _notes(model_config: KimiK31Config, shape: StepShape) -> tuple[str, ...]:
+    if model_config.index_topk <= shape.context:
+        return ()
+    picks = model_config.index_topk
+    return (f"index_topk {picks} is larger than the context {shape.context}: the indexer picks every visible token",)

@@ -1,0 +1,62 @@
+"""SOURCE, as typed on the command line, to a model."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from kimigraph.capture.function_source import function_source
+from kimigraph.capture.source import ModelSource, read_config
+from kimigraph.capture.weights import weight_files
+from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.errors import UsageError
+
+MODEL_TYPES = ("kimi_k31", "deepseek_v32", "glm5_next", "glm5_next_text")
+"""Model types of ``config.json`` that capture knows."""
+
+
+def load_source(source: str, config: CompileConfig) -> ModelSource:
+    """Resolve SOURCE: a directory with ``config.json`` (and ``*.safetensors``), or ``package.module:function``.
+
+    Builds nothing large: weights are made or read when the model is first needed. Raises UsageError, one paragraph that
+    names the thing and the remedy, for a source that cannot be.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return _directory_source(path, config)
+    if path.suffix in (".pt2", ".onnx"):
+        raise UsageError(f"{source}: sources of kind {path.suffix} are not supported yet; give the model's directory")
+    if path.exists():
+        raise UsageError(f"{source} is a file: give the directory that holds config.json, or package.module:function")
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source):
+        return function_source(source, config)
+    raise UsageError(
+        f"{source} does not exist: give a directory with config.json and *.safetensors, or package.module:function"
+    )
+
+
+def _directory_source(directory: Path, config: CompileConfig) -> ModelSource:
+    document = read_config(directory)
+    kind = document["model_type"]
+    if kind not in MODEL_TYPES:
+        raise UsageError(
+            f"{directory / 'config.json'}: model_type {kind!r} is not known; known are {', '.join(MODEL_TYPES)}. "
+            "Another model can be given as package.module:function"
+        )
+    seed = _weight_seed(document, config, directory)
+    if kind == "kimi_k31":
+        from kimigraph.capture.kimi_source import kimi_source
+
+        return kimi_source(directory, document, config, seed)
+    from kimigraph.capture.transformers_source import transformers_source
+
+    return transformers_source(directory, document, config, seed)
+
+
+def _weight_seed(document: dict[str, Any], config: CompileConfig, directory: Path) -> int | None:
+    """The seed of random weights, or None for weights from files, which then must be there."""
+    asked = document.get("random_weights")
+    if config.random_weights or (asked is not None and not list(directory.glob("*.safetensors"))):
+        seed = asked.get("seed") if isinstance(asked, dict) else None
+        return config.seed if seed is None else int(seed)
+    weight_files(directory)
+    return None

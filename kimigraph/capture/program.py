@@ -1,0 +1,78 @@
+"""Capture of a module: export, checks, in-place updates, flat placeholders."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from kimigraph.adapters.torch_export import FunctionalGraph, export_functional
+from kimigraph.capture.errors import describe_failure
+from kimigraph.capture.flatten import flatten
+from kimigraph.capture.hints import CaptureHints
+from kimigraph.capture.marks import marked
+from kimigraph.capture.random import check_deterministic
+from kimigraph.capture.reinplace import reinplace
+from kimigraph.capture.signature import call_leaves, normalize_call
+from kimigraph.capture.watch import StateWatch
+from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.errors import CaptureError
+from kimigraph.ir.program import CapturedProgram
+
+
+def capture_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    config: CompileConfig,
+    hints: CaptureHints | None = None,
+) -> CapturedProgram:
+    """Capture one call ``module(*args, **kwargs)`` as a program.
+
+    Tensors among the arguments become inputs; those that the module writes are caches. The tensors given keep their
+    values, and so does the module's state. Raises CaptureError when the module cannot be captured, computes random numbers,
+    or changes tensors that are neither arguments nor registered buffers.
+    """
+    hints = hints or CaptureHints()
+    name = type(module).__name__
+    args, kwargs = normalize_call(module, args, kwargs)
+    with StateWatch(module, name), marked(config):
+        functional = _export(module, args, kwargs, name)
+    check_deterministic(functional.graph, name)
+    statistics = reinplace(functional)
+    program = flatten(functional, call_leaves(module, args, kwargs), set(functional.mutations), hints)
+    program.info.update(
+        source=name,
+        phase=config.phase,
+        mutations=statistics,
+        result_leaves=[_leaf_record(leaf) for leaf in functional.results],
+    )
+    return program
+
+
+def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> FunctionalGraph:
+    """The exported graph; Dynamo's strict mode is tried where the default mode fails."""
+    try:
+        return export_functional(module, args, kwargs, strict=False)
+    except Exception as first:  # torch.export raises whatever the traced code raises
+        failure = describe_failure(name, first)
+        try:
+            return export_functional(module, args, kwargs, strict=True)
+        except Exception:
+            raise failure from first
+
+
+def _leaf_record(leaf: Any) -> Any:
+    """How a leaf of the model's result comes back: a tensor, or a plain value as captured."""
+    if isinstance(leaf, Node):
+        return "tensor"
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return {"value": leaf}
+    raise CaptureError(f"the model returns a {type(leaf).__name__}, which is neither a tensor nor a plain value")
+
+
+def tensors_of(program: CapturedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors to run ``program``'s graph on: bound ones, then those of the call, in placeholder order."""
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    given = iter([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    return [program.tensors[spec.name] if spec.bound else next(given) for spec in program.inputs]

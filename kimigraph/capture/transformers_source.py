@@ -1,0 +1,122 @@
+"""Model types of transformers as sources."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimigraph.adapters import transformers_models as adapter
+from kimigraph.adapters.transformers_cache import CacheTensor
+from kimigraph.capture.example import StepExample, StepInput
+from kimigraph.capture.hints import CaptureHints, InputHint
+from kimigraph.capture.overrides import apply_overrides
+from kimigraph.capture.shape import StepShape, step_shape
+from kimigraph.capture.source import Loaded, ModelSource
+from kimigraph.capture.weights import dtype_name, dtype_named, seed_weights
+from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.descriptors import ConvDescriptor, IndexKeyDescriptor, LatentDescriptor, StateDescriptor
+
+MODEL_TYPES = adapter.MODEL_TYPES
+
+
+def transformers_source(
+    directory: Path,
+    document: dict[str, Any],
+    config: CompileConfig,
+    weight_seed: int | None,
+    implementations: adapter.Implementations | None = None,
+) -> ModelSource:
+    """The source of a transformers model. ``weight_seed`` seeds its weights; None reads them from ``directory``."""
+    known = adapter.known_fields(document["model_type"])
+    document = apply_overrides(document, config.overrides, known, "text_config")
+    model_config = adapter.read_config(document, str(directory / "config.json"))
+    adapter.set_implementations(model_config, implementations or adapter.Implementations())
+    text = adapter.text_config(model_config)
+    shape = step_shape(config, text.max_position_embeddings)
+    dtype = dtype_named(config.dtype or dtype_name(model_config.dtype or text.dtype or torch.float32))
+    inputs = _inputs(text, shape, adapter.new_cache(text, shape.batch, shape.context, dtype, False)[1])
+    hints = CaptureHints(
+        inputs={item.name: item.hint for item in inputs},
+        outputs=("logits" if adapter.has_head(model_config) else "hidden_states",),
+        prefix=adapter.PREFIX,
+    )
+    example = StepExample(shape, inputs, config.seed, partial(_settle_valid_flags, inputs))
+    return ModelSource(
+        name=directory.resolve().name,
+        model_type=document["model_type"],
+        phase=config.phase,
+        load=partial(_load, directory, model_config, dtype, weight_seed, example),
+        shape=shape,
+        hints=hints,
+        document={**document, "dtype": dtype_name(dtype)},
+        random_weights=weight_seed is not None,
+        notes=_notes(text, shape),
+    )
+
+
+def _load(
+    directory: Path, model_config: Any, dtype: torch.dtype, weight_seed: int | None, example: StepExample, device: str
+) -> Loaded:
+    if device == "meta" or weight_seed is not None:
+        model = adapter.empty_model(model_config, dtype, device)
+        if device != "meta" and weight_seed is not None:
+            seed_weights(model, weight_seed)
+    else:
+        model = adapter.load_model(model_config, dtype, directory)
+    shape, text = example.shape, adapter.text_config(model_config)
+    has_state = shape.phase == "decode"
+    module = adapter.TransformersStep(model, *adapter.new_cache(text, shape.batch, shape.context, dtype, has_state))
+
+    def arguments(length: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tensors = example.tensors(length)
+        return (tensors.pop("input_ids"), tensors), {}
+
+    return Loaded(module, arguments)
+
+
+def _inputs(text: Any, shape: StepShape, tensors: tuple[CacheTensor, ...]) -> tuple[StepInput, ...]:
+    ids = InputHint("input", (0, text.vocab_size))
+    caches = (StepInput(item.name, item.shape, item.dtype, _hint(item, text, shape)) for item in tensors)
+    return StepInput("input_ids", (shape.batch, shape.tokens), torch.int64, ids), *caches
+
+
+def _hint(item: CacheTensor, text: Any, shape: StepShape) -> InputHint:
+    """Counters hold one value wherever they are seeded: the layers of a model must agree on it."""
+    if item.role in ("length", "index_length"):
+        length = shape.default_length
+        return InputHint("cache", (length, length + 1), is_length=True)
+    return InputHint("cache", descriptor=_descriptor(item, text))
+
+
+def _descriptor(item: CacheTensor, text: Any) -> str:
+    dtype = dtype_name(item.dtype)
+    if item.role in ("latent", "rope"):
+        return str(LatentDescriptor("contiguous", dtype, text.kv_lora_rank, text.qk_rope_head_dim))
+    if item.role == "index_key":
+        return str(IndexKeyDescriptor("contiguous", dtype, text.index_head_dim))
+    if item.role == "kda":
+        heads, width = text.linear_num_heads, text.linear_head_dim
+        return str(StateDescriptor("kv", dtype, heads, width, width))
+    if item.role == "conv":
+        channels, columns = item.shape[1], item.shape[2]
+        return str(ConvDescriptor(channels, text.linear_conv_kernel_dim, columns))
+    return ""  # index_packed: keys, gate scores and valid flags in one row have no descriptor yet
+
+
+def _settle_valid_flags(inputs: tuple[StepInput, ...], tensors: dict[str, Tensor], length: int) -> None:
+    """A pooled indexer's cache ends in a flag that says which of its places hold a token."""
+    for item in inputs:
+        if item.name.endswith(".index_packed"):
+            flags = tensors[item.name][..., -1]
+            flags.zero_()
+            flags[:, :length] = 1
+
+
+def _notes(text: Any, shape: StepShape) -> tuple[str, ...]:
+    if text.index_topk <= shape.context:
+        return ()
+    return (
+        f"index_topk {text.index_topk} is larger than the context {shape.context}: the indexer picks every visible token",
+    )

@@ -1,0 +1,73 @@
+"""The weights of a model: seeded, or read from safetensors files."""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from kimigraph.ir.errors import UsageError
+from kimigraph.ir.seeded import seeded_tensor
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The torch type of ``float32``, ``bfloat16`` or ``float16``; UsageError for another name."""
+    if name.removeprefix("torch.") not in DTYPES:
+        raise UsageError(f"unknown dtype {name!r}: use --dtype with one of {', '.join(DTYPES)}")
+    return DTYPES[name.removeprefix("torch.")]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def seed_weights(module: nn.Module, seed: int) -> None:
+    """Fill every floating tensor of the state dict with its seeded values, in place.
+
+    Tied tensors are filled once, under their first name. Buffers outside the state dict (rotary tables) and integer
+    buffers keep what the model computed.
+    """
+    filled: set[int] = set()
+    with torch.no_grad():
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if tensor.is_floating_point() and id(tensor) not in filled:
+                filled.add(id(tensor))
+                tensor.data.copy_(seeded_tensor(name, tensor.shape, tensor.dtype, "weight", seed))
+
+
+def load_weights(module: nn.Module, directory: Path) -> None:
+    """Copy the tensors of the directory's ``*.safetensors`` files into ``module``, by their state-dict names.
+
+    Raises UsageError when there are no files, when a tensor is missing, or when its shape differs.
+    """
+    wanted = module.state_dict(keep_vars=True)
+    missing = set(wanted)
+    for path in weight_files(directory):
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(set(file.keys()) & missing):
+                value = file.get_tensor(name)
+                if value.shape != wanted[name].shape:
+                    raise UsageError(
+                        f"{path}: {name} is {tuple(value.shape)}, the configuration asks for {tuple(wanted[name].shape)}"
+                    )
+                wanted[name].data.copy_(value)
+                missing.discard(name)
+    if missing:
+        raise UsageError(
+            f"{directory} lacks {len(missing)} weights, first {', '.join(sorted(missing)[:3])}: complete the "
+            "*.safetensors files, or use --random-weights"
+        )
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The ``*.safetensors`` files of a directory; UsageError that names --random-weights when there are none."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise UsageError(
+            f"{directory} has no *.safetensors files: put the weights there, or compile with --random-weights "
+            '(or "random_weights": {"seed": 0} in config.json)'
+        )
+    return files

@@ -1,0 +1,53 @@
+"""The application: which commands there are and what they have in common."""
+
+import sys
+from typing import Annotated, Literal
+
+import typer
+
+from kimigraph import __version__
+from kimigraph.cli import compile as compile_command
+from kimigraph.cli import dumps, passes, run
+
+HELP = """Compile language models with hybrid sparse attention to Triton programs.
+
+\b
+  kimigraph compile examples/k31_tiny --target cpu --verify
+  kimigraph run k31_tiny-decode-b2-t1-c256
+  kimigraph passes list
+
+Exit codes: 0 done, 1 failed, 2 usage, 3 numerics outside tolerance, 4 a required fusion did not fire, 5 corrupt
+artifact, 130 interrupted.
+"""
+
+
+def make_app() -> typer.Typer:
+    """The ``kimigraph`` application. Help is decorated on a terminal and plain text elsewhere."""
+    markup: Literal["rich"] | None = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
+    app = typer.Typer(
+        help=HELP,
+        no_args_is_help=True,
+        rich_markup_mode=markup,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    compile_command.register(app)
+    run.register(app)
+    app.add_typer(passes.make_group(markup), name="passes")
+    app.add_typer(dumps.make_group(markup), name="dumps")
+    return app
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kimigraph {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    del version

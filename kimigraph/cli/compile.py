@@ -1,0 +1,166 @@
+"""``kimigraph compile``."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from kimigraph.cli.console import print_json, progress
+from kimigraph.cli.errors import fail, reports_errors
+from kimigraph.cli.shapes import one_per_shape, parse_overrides
+from kimigraph.cli.summary import print_summary
+from kimigraph.ir import env
+from kimigraph.ir.config import TARGETS, CompileConfig
+from kimigraph.ir.errors import NumericsError
+
+SHAPE = "Shape (repeat an option to compile several shapes)"
+PIPELINE = "Passes"
+OUTPUT = "Output"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("compile")(reports_errors(_compile))
+
+
+def _compile(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="Directory with config.json and *.safetensors, or package.module:function."
+        ),
+    ],
+    phase: Annotated[
+        Literal["decode", "prefill"], typer.Option(help="What the program does.", rich_help_panel=SHAPE)
+    ] = "decode",
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="N", help="Sequences in a step. [default: 1]", rich_help_panel=SHAPE),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="New tokens per sequence. [default: 1 for decode, the context for prefill]",
+            rich_help_panel=SHAPE,
+        ),
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Cache capacity per sequence. [default: 4096, at most the model's]",
+            rich_help_panel=SHAPE,
+        ),
+    ] = None,
+    target: Annotated[str, typer.Option(metavar="TARGET", help=f"One of {', '.join(TARGETS)}.")] = "auto",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Type of weights and activations. [default: the model's, else float32]", show_default=False),
+    ] = None,
+    opt_level: Annotated[
+        int,
+        typer.Option(
+            "-O", min=0, max=3, metavar="LEVEL", help="0 runs no passes, 1 to 3 run them.", rich_help_panel=PIPELINE
+        ),
+    ] = 2,
+    passes: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="The pipeline to run instead of the level's.", rich_help_panel=PIPELINE),
+    ] = None,
+    disable_pass: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Leave a pass out.", rich_help_panel=PIPELINE)
+    ] = None,
+    require_fusion: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Exit with 4 unless this fusion fires.", rich_help_panel=PIPELINE),
+    ] = None,
+    stop_after: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Run no pass after this one.", rich_help_panel=PIPELINE)
+    ] = None,
+    no_marks: Annotated[
+        bool, typer.Option("--no-marks", help="Capture without marking known functions.", rich_help_panel=PIPELINE)
+    ] = False,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Use seeded weights instead of a checkpoint.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of random weights and example inputs.")] = 0,
+    set_field: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the model's configuration."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Artifact directory. [default: ./<source>-<phase>-<shape>]", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    dump_passes: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the graph after each pass.", rich_help_panel=OUTPUT)
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare with the eager model; exit with 3 on a difference.")
+    ] = False,
+    time_passes: Annotated[
+        bool, typer.Option("--time-passes", help="Report the seconds of each pass.", rich_help_panel=OUTPUT)
+    ] = False,
+    cache: Annotated[
+        Literal["use", "off", "readonly", "refresh"], typer.Option(help="How to use the compile cache.")
+    ] = "use",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of the summary.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """Compile SOURCE to a directory with the host program and its kernels.
+
+    \b
+      kimigraph compile examples/k31_tiny --batch 2 --context 256 --target cpu --verify
+      kimigraph compile my_package.models:build --target cuda:sm_90 --out artifact
+      kimigraph compile ./checkpoint --phase prefill --context 512 --target cpu:reference --json
+    """
+    base = CompileConfig(
+        target=target,
+        opt_level=opt_level,
+        phase=phase,
+        dtype=dtype,
+        seed=seed,
+        passes=passes,
+        disabled_passes=tuple(disable_pass or ()),
+        required_fusions=tuple(require_fusion or ()),
+        stop_after=stop_after,
+        marks=not no_marks,
+        random_weights=random_weights,
+        overrides=parse_overrides(set_field or []),
+        cache=cache,
+        verify=verify,
+        time_passes=time_passes,
+        dump_passes=str(dump_passes) if dump_passes is not None else None,
+    )
+    documents = _run(source, one_per_shape(base, batch or [], tokens or [], context or []), out)
+    if as_json:
+        print_json(documents if len(documents) > 1 else documents[0])
+    else:
+        for document in documents:
+            print_summary(document)
+    _check_numerics(documents)
+
+
+def _run(source: str, configs: list[CompileConfig], out: Path | None) -> list[dict[str, Any]]:
+    if configs[0].target == "cpu":
+        env.enable_interpreter()  # before the first import of triton, which the next line may bring
+    with progress() as notify:
+        from kimigraph.compiler import compile_source
+
+        return [report.as_dict() for report in compile_source(source, configs, out, notify)]
+
+
+def _check_numerics(documents: list[dict[str, Any]]) -> None:
+    wrong = [d["shape_key"] for d in documents if d["verify"] is not None and not d["verify"]["passed"]]
+    if wrong:
+        fail(
+            f"error: the program differs from the eager model at {', '.join(wrong)}: see `verify` in the report; "
+            "--disable-pass and --stop-after narrow it down",
+            NumericsError.exit_code,
+        )

@@ -1,0 +1,69 @@
+"""The summary that ``kimigraph compile`` prints when no JSON is asked for."""
+
+from typing import Any
+
+import typer
+
+from kimigraph.cli.console import print_columns
+
+
+def print_summary(report: dict[str, Any]) -> None:
+    """Print the report of one compilation (the ``--json`` document) for a person."""
+    typer.echo(f"{report['source']}: {report['phase']} {report['shape_key']} for {report['target']}")
+    print_columns(_overview(report), indent=2)
+    _section("fusions", [_fusion_row(fusion) for fusion in report["fusions"]])
+    _section("kernels", [_kernel_row(kernel) for kernel in report["kernels"]])
+    _section("seconds", _timing_rows(report["timing"]))
+
+
+def _overview(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    graph, launches, cache = report["graph"], report["launches"], report["cache"]
+    rows: list[tuple[str, ...]] = [
+        ("graph", f"{graph['nodes_before']} nodes before the passes, {graph['nodes_after']} after"),
+        ("launches", f"{launches['before']} before, {launches['after']} after"),
+        ("cache", cache["status"] + (f" ({cache['reason']})" if cache["reason"] else "")),
+    ]
+    if report["verify"] is not None:
+        rows.append(("verify", _verify_text(report["verify"])))
+    rows += [(name, report[name]) for name in ("artifact", "dumps", "report") if report[name]]
+    return rows
+
+
+def _verify_text(verify: dict[str, Any]) -> str:
+    word = "passed" if verify["passed"] else "FAILED"
+    return (
+        f"{word} against {verify['reference']}: largest error {verify['max_abs_err']:.3g}, "
+        f"relative {verify['max_rel_err']:.3g}, tolerance {verify['tolerance']:.3g}"
+    )
+
+
+def _fusion_row(fusion: dict[str, Any]) -> tuple[str, ...]:
+    if fusion["count"]:
+        return fusion["rule"], f"{fusion['count']}x", f"via {fusion['via']}"
+    return fusion["rule"], "0x", fusion.get("reason", "")
+
+
+def _kernel_row(kernel: dict[str, Any]) -> tuple[str, ...]:
+    return kernel["file"], kernel["op"], f"{_scaled(kernel['bytes'])}B", f"{_scaled(kernel['flops'])}FLOP"
+
+
+def _timing_rows(timing: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [(name, f"{value:.2f}") for name, value in timing.items() if name != "passes"]
+    return rows + [(f"pass {name}", f"{value:.3f}") for name, value in timing.get("passes", {}).items()]
+
+
+def _section(title: str, rows: list[tuple[str, ...]]) -> None:
+    if rows:
+        typer.echo(f"  {title}")
+        print_columns(rows, indent=4)
+
+
+def _scaled(number: float | None) -> str:
+    """A count with a unit prefix: 1536000 is ``1.54 M``."""
+    if number is None:
+        return "? "
+    for prefix in ("", "k", "M", "G"):
+        if abs(number) < 1000:
+            return f"{number:.3g} {prefix}"
+        number /= 1000
+    return f"{number:.3g} T"

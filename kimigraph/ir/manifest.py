@@ -1,0 +1,195 @@
+"""The manifest of an artifact: what was compiled, for what, and the checksum of every file of it."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+from torch.utils import _pytree as pytree
+
+from kimigraph.ir.errors import CorruptArtifactError
+from kimigraph.ir.program import InputSpec, OutputSpec
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+_REMEDY = "compile it again (--cache refresh), or copy the artifact again from where it came"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the artifact: ``path`` relative to its directory, with forward slashes; its size in bytes."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class CubinRecord:
+    """One ``@triton.jit`` function built ahead of time.
+
+    ``metadata`` is a JSON file beside the cubin: entry point, shared memory, warps, argument order and types.
+    """
+
+    function: str
+    file: str
+    metadata: str
+
+
+@dataclass(frozen=True)
+class KernelRecord:
+    """One call of a semantic operator: the graph node ``name`` and the kernel file that computes it.
+
+    ``bytes`` and ``flops`` are those of the operator's cost; ``replaces`` names the captured nodes it stands for.
+    """
+
+    name: str
+    op: str
+    file: str
+    bytes: int
+    flops: int
+    replaces: tuple[str, ...] = ()
+    cubins: tuple[CubinRecord, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as plain JSON values, as the compile report lists it."""
+        return asdict(self)
+
+
+def _strings() -> dict[str, str]:
+    return {}
+
+
+@dataclass
+class Manifest:
+    """``manifest.json`` of an artifact directory.
+
+    ``inputs`` are all placeholders in the order of ``step``; ``preparation`` maps the source name of a weight to the
+    steps that make it from the checkpoint's tensors (absent: as it is). ``in_spec`` and ``out_spec`` are the
+    serialised tree specifications of the model's signature, None where a container cannot be serialised. ``checksums``
+    are the three numbers of ``kimigraph.ir.seeded.checksum`` for every output and mutated input of one step on tensors
+    seeded with ``seed``, compared with ``tolerance``; ``reference`` says what computed them (``cpu:reference``; empty:
+    nothing did). ``kind`` tells apart forms of artifact (``program`` is the only one so far).
+    """
+
+    model: str
+    phase: str
+    shape_key: str
+    target: str
+    versions: dict[str, str] = field(default_factory=_strings)
+    cache_key: str = ""
+    files: tuple[FileRecord, ...] = ()
+    inputs: tuple[InputSpec, ...] = ()
+    outputs: tuple[OutputSpec, ...] = ()
+    preparation: dict[str, list[Any]] = field(default_factory=lambda: {})
+    in_spec: str | None = None
+    out_spec: str | None = None
+    kernels: tuple[KernelRecord, ...] = ()
+    launches: int = 0
+    checksums: dict[str, list[float]] = field(default_factory=lambda: {})
+    seed: int = 0
+    tolerance: float = 1e-4
+    reference: str = ""
+    info: dict[str, Any] = field(default_factory=lambda: {})
+    kind: str = "program"
+    schema_version: int = SCHEMA_VERSION
+
+    def write(self, directory: Path) -> None:
+        """Write ``manifest.json`` into ``directory``."""
+        text = json.dumps(asdict(self), indent=1, sort_keys=True, ensure_ascii=False)
+        (directory / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """The manifest of ``directory``; CorruptArtifactError when there is none or it does not read."""
+        path = directory / MANIFEST_NAME
+        try:
+            document = json.loads(path.read_bytes())
+            if document["schema_version"] != SCHEMA_VERSION:
+                raise CorruptArtifactError(
+                    f"{path} has schema version {document['schema_version']} and this kimigraph reads {SCHEMA_VERSION}:"
+                    " compile the artifact again with this version"
+                )
+            return cls(**_parse(document))
+        except FileNotFoundError:
+            raise CorruptArtifactError(f"{directory} is no artifact: it has no {MANIFEST_NAME}; {_REMEDY}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CorruptArtifactError(f"{path} cannot be read ({error}); {_REMEDY}") from error
+
+    @property
+    def random_weights(self) -> bool:
+        """Whether the model was made with seeded weights, so that its weights can be made again from ``seed``."""
+        return bool(self.info.get("random_weights"))
+
+    def identity(self) -> str:
+        """A name for this program: equal for equal files, 16 hexadecimal digits."""
+        text = json.dumps([asdict(record) for record in self.files], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def in_tree(self) -> Any:
+        """The tree specification of the caller's arguments (``torch.utils._pytree``), None when it has no text."""
+        return None if self.in_spec is None else pytree.treespec_loads(self.in_spec)
+
+    def out_tree(self) -> Any:
+        """The tree specification of the model's result, None when it has no text."""
+        return None if self.out_spec is None else pytree.treespec_loads(self.out_spec)
+
+    def verify_files(self, directory: Path) -> None:
+        """CorruptArtifactError naming the first file that is missing or differs from its record."""
+        for record in self.files:
+            path = directory / _inside(record.path)
+            try:
+                found = record_file(directory, record.path)
+            except OSError as error:
+                raise CorruptArtifactError(f"{path} is missing or unreadable ({error.strerror}); {_REMEDY}") from error
+            if found.size != record.size:
+                raise CorruptArtifactError(f"{path} has {found.size} bytes, its record says {record.size}; {_REMEDY}")
+            if found.sha256 != record.sha256:
+                raise CorruptArtifactError(f"{path} was changed: its SHA-256 is not the recorded one; {_REMEDY}")
+
+
+def record_file(directory: Path, relative: str) -> FileRecord:
+    """The record of a file as it lies in ``directory`` now."""
+    path = directory / relative
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return FileRecord(relative, path.stat().st_size, digest)
+
+
+def verify_artifact(directory: Path) -> Manifest:
+    """Read the manifest of ``directory`` and check every file it lists."""
+    manifest = Manifest.read(directory)
+    manifest.verify_files(directory)
+    return manifest
+
+
+def _inside(relative: str) -> str:
+    """The path, refused when it would leave the artifact's directory."""
+    path = PurePosixPath(relative)
+    if path.is_absolute() or ".." in path.parts:
+        raise CorruptArtifactError(f"the manifest lists {relative!r}, which lies outside the artifact; {_REMEDY}")
+    return relative
+
+
+def _parse(document: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a manifest from its JSON document; keys of a later minor form are ignored."""
+    known = {key: value for key, value in document.items() if key in Manifest.__dataclass_fields__}
+    known["files"] = tuple(FileRecord(**record) for record in known["files"])
+    known["inputs"] = tuple(InputSpec(**_tuples(record)) for record in known["inputs"])
+    known["outputs"] = tuple(OutputSpec(**record) for record in known["outputs"])
+    known["kernels"] = tuple(_kernel(record) for record in known["kernels"])
+    return known
+
+
+def _kernel(record: dict[str, Any]) -> KernelRecord:
+    cubins = tuple(CubinRecord(**cubin) for cubin in record["cubins"])
+    return KernelRecord(**{**record, "replaces": tuple(record["replaces"]), "cubins": cubins})
+
+
+def _tuples(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no tuples: every list of an input's record is one."""
+    return {
+        key: tuple(cast("Iterable[int]", value)) if isinstance(value, list) else value for key, value in record.items()
+    }

@@ -1,0 +1,60 @@
+"""``index_key_write``: put new index keys into their cache, in place.
+
+    keys[b, positions[b, s]] = values[b, s]
+
+Shapes: ``keys`` [B, T, D], mutated, or pages [P, page, D] with ``block_table`` int32 [B, N] (position p lives in row
+p % page of page block_table[b, p // page]); ``values`` [B, S, D]; ``positions`` integer [B, S], distinct within a
+sequence, below 0 = skip the row. Values are converted to the cache's type. Returns nothing.
+
+Source: the cache update of DeepSeek-V3.2-Exp's indexer. Errors: IndexError, with nothing written, for a position beyond
+the capacity or on an unmapped page (table entry below 0); the fake implementation raises ValueError for shapes that do
+not fit.
+"""
+
+import torch
+
+from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
+from kimigraph.ir.operators.shapes import check, check_integer, check_pages
+from kimigraph.ir.reference.index_key_write import index_key_write
+
+_NAME = "index_key_write"
+
+
+def _fake(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    block_table: torch.Tensor | None = None,
+    descriptor: str = "",
+) -> None:
+    sizes = check(_NAME, values=(values, "B S D"), keys=(keys, "P T D"), positions=(positions, "B S"))
+    check_integer(_NAME, positions=positions)
+    check_pages(_NAME, "keys", keys, block_table, sizes["B"])
+
+
+def _cost(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    block_table: torch.Tensor | None = None,
+    descriptor: str = "",
+) -> Cost:
+    written = positions.numel() * keys.shape[-1] * keys.element_size()
+    return Cost(bytes=nbytes(values, positions, block_table) + written, flops=0)
+
+
+OPERATOR = register(
+    Operator(
+        name=_NAME,
+        signature=(
+            '(Tensor(a!) keys, Tensor values, Tensor positions, *, Tensor? block_table=None, str descriptor="") -> ()'
+        ),
+        summary="write new index keys into their cache",
+        documentation=__doc__,
+        reference=index_key_write,
+        fake=_fake,
+        cost=_cost,
+    )
+)

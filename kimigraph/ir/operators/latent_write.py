@@ -1,0 +1,76 @@
+"""``latent_write``: put new MLA rows into their cache, in place.
+
+    latent[b, positions[b, s]] = values[b, s];  rope[b, positions[b, s]] = rope_values[b, s]
+
+Shapes: ``latent`` [B, T, L] and ``rope`` [B, T, R] or None, mutated, or pages [P, page, .] with ``block_table`` int32
+[B, N] (position p lives in row p % page of page block_table[b, p // page]); ``values`` [B, S, L]; ``rope_values``
+[B, S, R] or None with ``rope``; ``positions`` integer [B, S], distinct within a sequence, below 0 = skip the row.
+Values are converted to the cache's type. Returns nothing.
+
+Source: the cache update of DeepSeek-V3.2-Exp. Errors: IndexError, with nothing written, for a position beyond the
+capacity or on an unmapped page (table entry below 0); the fake implementation raises ValueError for shapes that do not
+fit.
+"""
+
+import torch
+
+from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
+from kimigraph.ir.operators.shapes import check, check_integer, check_pages
+from kimigraph.ir.reference.latent_write import latent_write
+
+_NAME = "latent_write"
+
+
+def _fake(
+    latent: torch.Tensor,
+    rope: torch.Tensor | None,
+    values: torch.Tensor,
+    rope_values: torch.Tensor | None,
+    positions: torch.Tensor,
+    *,
+    block_table: torch.Tensor | None = None,
+    descriptor: str = "",
+) -> None:
+    if (rope is None) != (rope_values is None):
+        raise ValueError(f"{_NAME}: give both rope and rope_values, or neither")
+    sizes = check(
+        _NAME,
+        values=(values, "B S L"),
+        rope_values=(rope_values, "B S R"),
+        latent=(latent, "P T L"),
+        rope=(rope, "P T R"),
+        positions=(positions, "B S"),
+    )
+    check_integer(_NAME, positions=positions)
+    check_pages(_NAME, "latent", latent, block_table, sizes["B"])
+
+
+def _cost(
+    latent: torch.Tensor,
+    rope: torch.Tensor | None,
+    values: torch.Tensor,
+    rope_values: torch.Tensor | None,
+    positions: torch.Tensor,
+    *,
+    block_table: torch.Tensor | None = None,
+    descriptor: str = "",
+) -> Cost:
+    rope_width = 0 if rope is None else rope.shape[-1]
+    written = positions.numel() * (latent.shape[-1] + rope_width) * latent.element_size()
+    return Cost(bytes=nbytes(values, rope_values, positions, block_table) + written, flops=0)
+
+
+OPERATOR = register(
+    Operator(
+        name=_NAME,
+        signature=(
+            "(Tensor(a!) latent, Tensor(b!)? rope, Tensor values, Tensor? rope_values, Tensor positions, *,"
+            ' Tensor? block_table=None, str descriptor="") -> ()'
+        ),
+        summary="write new latent and rope rows into their cache",
+        documentation=__doc__,
+        reference=latent_write,
+        fake=_fake,
+        cost=_cost,
+    )
+)

@@ -1,0 +1,55 @@
+"""Shape checks that read like the docstrings: ``check("op", q=(q, "B S H D"), keys=(keys, "B T D"))``."""
+
+import torch
+
+
+def check(operator: str, **arguments: tuple[torch.Tensor | None, str]) -> dict[str, int]:
+    """Match each tensor with its dimension letters; the same letter must be the same size everywhere.
+
+    A tensor that is None is skipped. Returns the sizes by letter. Raises ValueError naming the operator, the argument,
+    the shape it has and the one it should have.
+    """
+    sizes: dict[str, int] = {}
+    for name, (tensor, pattern) in arguments.items():
+        if tensor is None:
+            continue
+        letters = pattern.split()
+        fits = len(letters) == tensor.dim() and all(
+            sizes.setdefault(letter, size) == size for letter, size in zip(letters, tensor.shape, strict=True)
+        )
+        if not fits:
+            known = ", ".join(f"{letter} = {sizes[letter]}" for letter in letters if letter in sizes)
+            wanted = f"[{', '.join(letters)}]" + (f" with {known}" if known else "")
+            raise ValueError(f"{operator}: {name} is {list(tensor.shape)}, want {wanted}")
+    return sizes
+
+
+def check_integer(operator: str, **arguments: torch.Tensor | None) -> None:
+    """Raise ValueError for a tensor that should hold integers and does not."""
+    for name, tensor in arguments.items():
+        if tensor is not None and (tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
+            raise ValueError(f"{operator}: {name} is {tensor.dtype}, want an integer type")
+
+
+def check_layout(operator: str, state_layout: str) -> None:
+    """Raise ValueError for a state layout other than ``kv`` and ``vk``."""
+    if state_layout not in ("kv", "vk"):
+        raise ValueError(f"{operator}: state_layout {state_layout!r}, want 'kv' ([B, H, K, V]) or 'vk' ([B, H, V, K])")
+
+
+def check_pages(operator: str, name: str, rows: torch.Tensor, block_table: torch.Tensor | None, batch: int) -> None:
+    """Check that cache ``rows`` are [B, T, .], or pages [P, page, .] with a block table [B, N]; else ValueError."""
+    if rows.dim() != 3:
+        raise ValueError(f"{operator}: {name} is {list(rows.shape)}, want [B, T, .] or pages [P, page, .]")
+    if block_table is None:
+        if rows.shape[0] != batch:
+            raise ValueError(f"{operator}: {name} is {list(rows.shape)}, want [B, T, .] with B = {batch}")
+    else:
+        check_integer(operator, block_table=block_table)
+        if block_table.dim() != 2 or block_table.shape[0] != batch:
+            raise ValueError(f"{operator}: block_table is {list(block_table.shape)}, want [B, N] with B = {batch}")
+
+
+def capacity(rows: torch.Tensor, block_table: torch.Tensor | None) -> int:
+    """Logical positions of one sequence in a cache: T, or pages of the table times page size."""
+    return rows.shape[1] if block_table is None else block_table.shape[1] * rows.shape[1]

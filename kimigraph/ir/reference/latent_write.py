@@ -1,0 +1,32 @@
+"""Reference of ``kimigraph::latent_write``."""
+
+import torch
+
+
+def latent_write(
+    latent: torch.Tensor,
+    rope: torch.Tensor | None,
+    values: torch.Tensor,
+    rope_values: torch.Tensor | None,
+    positions: torch.Tensor,
+    *,
+    block_table: torch.Tensor | None = None,
+    descriptor: str = "",
+) -> None:
+    """See ``kimigraph.ir.operators.latent_write``: every position is checked before the first row is written."""
+    page = latent.shape[1]
+    capacity = page if block_table is None else block_table.shape[1] * page
+    sequence, token = (positions >= 0).nonzero(as_tuple=True)
+    position = positions[sequence, token].long()
+    if (position >= capacity).any():
+        raise IndexError(f"latent_write: position {int(position.max())} lies beyond the cache's {capacity} positions")
+    block, row = sequence, position
+    if block_table is not None:
+        block, row = block_table[sequence, position // page].long(), position % page
+        if (block < 0).any():
+            at = int((block < 0).nonzero()[0])
+            place = f"position {int(position[at])} of sequence {int(sequence[at])}"
+            raise IndexError(f"latent_write: {place} lies on a page that is not mapped")
+    latent[block, row] = values[sequence, token].to(latent.dtype)
+    if rope is not None and rope_values is not None:
+        rope[block, row] = rope_values[sequence, token].to(rope.dtype)

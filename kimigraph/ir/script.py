@@ -1,0 +1,87 @@
+"""What a printed program does when it runs as a script: seeded tensors, one step, a checksum per result."""
+
+import argparse
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kimigraph.ir.program import InputSpec
+from kimigraph.ir.seeded import checksum, seeded_tensor
+from kimigraph.ir.tensor_file import read_tensors
+
+
+def main(
+    step: Callable[..., tuple[Any, ...]],
+    inputs: Sequence[InputSpec],
+    outputs: Sequence[str],
+    constants: Mapping[str, torch.Tensor],
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Read the command line, run ``step`` once and print ``<name> <sum> <magnitudes> <dot>`` lines.
+
+    Outputs go by their names, updated inputs by their source names. Exits with a message when ``--weights`` names a
+    directory that lacks a weight or holds one of another shape.
+    """
+    parser = argparse.ArgumentParser(description="run one step on seeded tensors and print checksums")
+    parser.add_argument("--weights", type=Path, help="directory whose *.safetensors hold the weights")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the tensors (default: 0)")
+    options = parser.parse_args(arguments)
+    tensors = make_inputs(inputs, constants, options.seed)
+    if options.weights:
+        bind_weights(options.weights, inputs, tensors)
+    results = step(*tensors)
+    for name, value in zip(outputs, results, strict=True):
+        if isinstance(value, torch.Tensor):
+            print(name, *map(repr, checksum(name, value, options.seed)))
+    for spec, value in zip(inputs, tensors, strict=True):
+        if spec.mutated:
+            print(spec.source, *map(repr, checksum(spec.source, value, options.seed)))
+
+
+def make_inputs(inputs: Sequence[InputSpec], constants: Mapping[str, torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """A tensor for every input, in order and in its strides: constants as they are, the others seeded by source."""
+    tensors: list[torch.Tensor] = []
+    for spec in inputs:
+        values = constants[spec.source].clone() if spec.kind == "constant" else seeded_input(spec, seed)
+        tensors.append(with_strides(values, spec.stride))
+    return tensors
+
+
+def seeded_input(spec: InputSpec, seed: int) -> torch.Tensor:
+    """The seeded tensor of one input."""
+    dtype = getattr(torch, spec.dtype)
+    return seeded_tensor(spec.source, spec.shape, dtype, spec.kind, seed, spec.value_range)
+
+
+def with_strides(values: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """The same values laid out with ``stride``; as they are where elements would share memory."""
+    reach = 1
+    for step, size in sorted((step, size) for size, step in zip(values.shape, stride, strict=True) if size > 1):
+        if step < reach:
+            return values
+        reach = step * size
+    return torch.empty_strided(values.shape, stride, dtype=values.dtype).copy_(values)
+
+
+def bind_weights(directory: Path, inputs: Sequence[InputSpec], tensors: Sequence[torch.Tensor]) -> None:
+    """Overwrite weights and buffers with those of ``directory/*.safetensors``, found by source name."""
+    wanted = {spec.source: tensor for spec, tensor in zip(inputs, tensors, strict=True) if spec.bound}
+    missing = {spec.source for spec in inputs if spec.kind == "weight"}
+    for path in sorted(directory.glob("*.safetensors")):
+        for name, value in read_tensors(path, wanted.keys()):
+            if value.shape != wanted[name].shape:
+                raise SystemExit(f"{path}: {name} is {list(value.shape)}, the program wants {list(wanted[name].shape)}")
+            wanted[name].copy_(value)
+            missing.discard(name)
+    if missing:
+        raise SystemExit(f"{directory}: {len(missing)} weights of the program are missing, {min(missing)} among them")
+
+
+def constant(text: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor whose bytes ``text`` holds in base 64."""
+    data = bytearray(base64.b64decode(text))
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(list(shape))

@@ -1,0 +1,116 @@
+"""Selections (top-k picks of indexers and routers): recorded, compared and injected.
+
+A near-tie that falls the other way changes results by far more than rounding does. Verification therefore compares the
+picks first and then runs the captured graph with the program's own picks.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Interpreter, Node
+
+from kimigraph.ir.errors import NumericsError
+from kimigraph.ir.program import CapturedProgram, OutputSpec
+
+_TOPK = torch.ops.aten.topk.default
+HIDDEN = -1e30
+"""Scores at or below this belong to masked positions."""
+
+
+@dataclass
+class Selections:
+    """``picked`` maps a top-k node to its indices, ``scores`` to what it chose from."""
+
+    picked: dict[str, torch.Tensor] = field(default_factory=lambda: {})
+    scores: dict[str, torch.Tensor] = field(default_factory=lambda: {})
+
+
+class SelectionInterpreter(Interpreter):
+    """Runs a captured graph, records each top-k, and replaces those that ``inject`` names."""
+
+    def __init__(self, program: CapturedProgram, inject: dict[str, torch.Tensor] | None = None) -> None:
+        super().__init__(program.graph_module)
+        self._inject = inject or {}
+        self.selections = Selections()
+
+    def run_node(self, n: Node) -> Any:
+        """One node; a top-k is recorded, or replaced by the given picks and their scores."""
+        if n.target is not _TOPK:
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        scores = args[0]
+        values, indices = _TOPK(*args, **kwargs)
+        given = self._inject.get(n.name)
+        if given is not None:
+            indices = _filled(given, indices)
+            dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+            values = scores.gather(dim, indices)
+        self.selections.picked[n.name] = indices
+        self.selections.scores[n.name] = scores
+        return values, indices
+
+
+def _filled(given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Picks of the program in the form of a top-k result: -1 (nothing) repeats the row's first pick, which adds nothing."""
+    rows = given.to(like.device, torch.int64).reshape(*like.shape[:-1], -1)
+    if rows.shape[-1] < like.shape[-1]:
+        rows = torch.nn.functional.pad(rows, (0, like.shape[-1] - rows.shape[-1]), value=-1)
+    rows = rows[..., : like.shape[-1]]
+    return torch.where(rows < 0, rows[..., :1].clamp_min(0), rows)
+
+
+def with_selections(program: CapturedProgram) -> tuple[CapturedProgram, list[str]]:
+    """A copy of an optimized program that also returns its picks, and the captured top-k node of each."""
+    extended = program.copy()
+    graph = extended.graph_module.graph
+    found: list[tuple[str, Node]] = []
+    for node in graph.nodes:
+        if node.op == "call_function" and "selects" in node.meta:
+            found.append((str(node.meta["selects"]), node))
+        elif node.target is _TOPK:
+            picks = [user for user in node.users if user.args[1] == 1]
+            if picks:
+                found.append((node.name, picks[0]))
+    output = graph.output_node()
+    output.args = ((*output.args[0], *(node for _, node in found)),)
+    extended.graph_module.recompile()
+    specs = tuple(OutputSpec(name=f"picks_{name}", source=f"picks.{name}") for name, _ in found)
+    return replace(extended, outputs=extended.outputs + specs), [name for name, _ in found]
+
+
+def check_selections(captured: Selections, program: dict[str, torch.Tensor], tolerance: float) -> int:
+    """Compare the picks as sets; entries may differ where their score is within ``tolerance`` of the cut.
+
+    ``tolerance`` is relative to the largest magnitude among the visible scores of the row. Returns the number of
+    differing entries; raises ``NumericsError`` naming the node, row and entry that differs by more.
+    """
+    differing = 0
+    for name, picks in program.items():
+        if name not in captured.picked:
+            continue
+        scores = captured.scores[name].float()
+        width = scores.shape[-1]
+        scores = scores.reshape(-1, width)
+        want = _as_mask(captured.picked[name].reshape(scores.shape[0], -1), width) & (scores > HIDDEN)
+        got = _as_mask(picks.to(scores.device, torch.int64).reshape(scores.shape[0], -1), width) & (scores > HIDDEN)
+        wrong = want ^ got
+        if not wrong.any():
+            continue
+        visible = scores.masked_fill(scores <= HIDDEN, 0.0)
+        cut = scores.masked_fill(~want, float("inf")).min(dim=-1, keepdim=True).values
+        far = wrong & ((scores - cut).abs() > tolerance * visible.abs().amax(dim=-1, keepdim=True))
+        if far.any():
+            row, entry = (int(value) for value in far.nonzero()[0])
+            raise NumericsError(
+                f"{name}: row {row} picks other entries than the eager model; entry {entry} scores "
+                f"{scores[row, entry].item():.6g}, the cut is {cut[row, 0].item():.6g}"
+            )
+        differing += int(wrong.sum())
+    return differing
+
+
+def _as_mask(indices: torch.Tensor, width: int) -> torch.Tensor:
+    mask = torch.zeros(indices.shape[0], width + 1, dtype=torch.bool, device=indices.device)
+    mask.scatter_(1, torch.where(indices < 0, torch.full_like(indices, width), indices), True)
+    return mask[:, :width]

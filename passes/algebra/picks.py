@@ -1,0 +1,185 @@
+"""Who uses the indices of a top-k, and whether a set that ends in -1 can take their place.
+
+torch's top-k always names k keys, in the order of their scores; the Lightning Indexer names the visible ones among them
+in ascending order, then -1. Both are the same to a consumer that neither sees the order nor a hidden key.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from kimigraph.passes.algebra.masks import Atom, Sense, atoms, is_mask, missing, sense_of
+from kimigraph.passes.algebra.nodes import argument, constant, described, is_cast, is_view, packet, rank, shape
+from kimigraph.passes.algebra.refusal import Refused
+from kimigraph.passes.algebra.rewrite import call, replace
+
+ATEN = torch.ops.aten
+SHAPE_ONLY = frozenset(("new_ones", "new_zeros", "new_empty", "new_full", "zeros_like", "ones_like", "empty_like"))
+ELEMENTWISE = frozenset(
+    ("masked_fill", "bitwise_not", "logical_not", "__and__", "__or__", "where", "add", "sub", "mul", "clamp", "clamp_min")
+    + ("ge", "gt", "le", "lt", "eq", "ne", "clone", "contiguous")
+)
+JOINING = frozenset(("cat", "pad", "constant_pad_nd"))
+
+
+@dataclass
+class Uses:
+    """The uses of the indices: ``validity`` asks whether a pick is visible, ``sets`` mark the picked keys, ``lists``
+    read tables or compute with the picks."""
+
+    index: list[Node]
+    validity: list[Node] = field(default_factory=lambda: [])
+    sets: list[Node] = field(default_factory=lambda: [])
+    lists: list[Node] = field(default_factory=lambda: [])
+
+
+def uses_of(topk: Node, hidden: Sequence[Atom]) -> Uses:
+    """All uses of a top-k's indices; ``hidden`` are the atoms of its mask.
+
+    Refused, with the node at fault, when the values or the order are used, or when a hidden key would be noticed.
+    """
+    items = list(topk.users)
+    for item in items:
+        if packet(item) != "getitem" or item.args[1] != 1:
+            if item.users or packet(item) != "getitem":
+                raise Refused("the values of the top-k are used", item)
+    uses = Uses([item for item in items if item.args[1] == 1])
+    derived: set[Node] = set()
+    for item in uses.index:
+        _walk(item, uses, derived, hidden, direct=True)
+    _require_no_order(derived)
+    if hidden:
+        for node in uses.sets:
+            _require_masked(node, hidden)
+        for node in uses.lists:
+            _require_guarded(node, uses.validity)
+    return uses
+
+
+def _walk(node: Node, uses: Uses, derived: set[Node], hidden: Sequence[Atom], direct: bool) -> None:
+    """Sort the users of ``node``: the indices themselves (``direct``) or what was computed from them."""
+    if node in derived:
+        return
+    derived.add(node)
+    for user in node.users:
+        name = packet(user)
+        if name in SHAPE_ONLY or name == "_assert_tensor_metadata":
+            continue
+        if is_view(user) or is_cast(user):
+            _walk(user, uses, derived, hidden, direct)
+        elif name == "scatter" and argument(user, "index") is node and _on_last(user):
+            if direct:
+                uses.sets.append(user)
+        elif name == "scatter_add" and _on_last(user) and not direct:
+            continue
+        elif direct and name == "gather" and argument(user, "index") is node and _on_last(user):
+            (uses.validity if _is_validity(user, hidden) else uses.lists).append(user)
+            _walk(user, uses, derived, hidden, direct=False)
+        elif direct and name == "index" and _looks_up(user, node):
+            uses.lists.append(user)
+            _walk(user, uses, derived, hidden, direct=False)
+        elif not direct and name in ELEMENTWISE | JOINING:
+            _walk(user, uses, derived, hidden, direct=False)
+        else:
+            raise Refused(f"the order of the top-k is used by {described(user)}", user)
+
+
+def _on_last(node: Node) -> bool:
+    source = node.args[0]
+    return isinstance(source, Node) and argument(node, "dim") in (-1, rank(source) - 1)
+
+
+def _is_validity(gather: Node, hidden: Sequence[Atom]) -> bool:
+    table = gather.args[0]
+    if not isinstance(table, Node) or table.meta["val"].dtype is not torch.bool or not hidden:
+        return False
+    found = atoms(table, "keep")
+    return not missing(found, hidden) and not missing(hidden, found)
+
+
+def _looks_up(user: Node, node: Node) -> bool:
+    indices = argument(user, "indices")
+    return isinstance(indices, list | tuple) and indices[-1] is node and user.args[0] is not node
+
+
+def _require_no_order(derived: set[Node]) -> None:
+    """A list of picks may meet only itself, or what is the same for all picks of a row: else its order matters."""
+    for node in derived:
+        if packet(node) not in ELEMENTWISE:
+            continue
+        for other in node.all_input_nodes:
+            along = shape(other)[2:]
+            if other not in derived and constant(other) is None and any(size != 1 for size in along):
+                raise Refused(f"the order of the top-k meets {other.name}", node)
+
+
+def _require_masked(scatter: Node, hidden: Sequence[Atom]) -> None:
+    """Every attention that sees the marked keys must hide what the indexer hides: then a hidden pick changes nothing."""
+    for mask, sense in final_masks(scatter):
+        lost = missing(hidden, atoms(mask, sense))
+        if lost:
+            raise Refused(f"the picks are used without the indexer's mask {lost[0].node.name}", mask)
+
+
+def final_masks(node: Node) -> list[tuple[Node, Sense]]:
+    """The masks into which a mask goes, as scores meet them. Refused at a use that is no masking."""
+    found: list[tuple[Node, Sense]] = []
+    for user in node.users:
+        name = packet(user)
+        if name == "scaled_dot_product_attention" and argument(user, "attn_mask") is node:
+            found.append((node, sense_of(node)))
+        elif is_view(user) or is_cast(user) or name in SHAPE_ONLY or is_mask(user):
+            found.extend(final_masks(user) if name not in SHAPE_ONLY else [])
+        elif name == "masked_fill" and user.args[1] is node:
+            found.append((node, "drop"))
+        elif name == "where" and user.args[0] is node:
+            found.append((node, "keep" if constant(user.args[2]) is not None else "drop"))
+        elif name == "add":
+            found.append((node, "add"))
+        else:
+            raise Refused(f"the picked keys are used by {described(user)}", user)
+    return found
+
+
+def _require_guarded(node: Node, validity: Sequence[Node]) -> None:
+    """What is read through a pick must be hidden again where the pick is none."""
+    for user in node.users:
+        if is_view(user) or is_cast(user):
+            _require_guarded(user, validity)
+        elif packet(user) != "masked_fill" or not _covers(user, validity):
+            raise Refused("what is read through a hidden pick is used", user)
+
+
+def _covers(fill: Node, validity: Sequence[Node]) -> bool:
+    mask = fill.args[1]
+    return isinstance(mask, Node) and any(atom.node in validity for atom in atoms(mask, "drop"))
+
+
+def redirect(graph: Graph, uses: Uses, picks: Node) -> None:
+    """Let all users of the indices read the indexer's result instead: -1 becomes 0 where a number must be a key."""
+    for gather in uses.validity:
+        visible = call(graph, ATEN.ge.Scalar, (picks, 0), like=gather, before=gather)
+        replace(gather, visible)
+    live = [item for item in uses.index if item.users]
+    if not live:
+        return
+    first = picks.next
+    while first.op != "output" and first not in live:
+        first = first.next
+    safe = call(graph, ATEN.clamp_min.default, (picks, 0), like=live[0], after=first)
+    wide = call(graph, ATEN._to_copy.default, (safe,), {"dtype": live[0].meta["val"].dtype}, like=live[0], after=safe)
+    for item in live:
+        replace(item, wide)
+
+
+def source_of(index: Node) -> Node:
+    """The node that lists the picks, below views, casts and the clamping of -1."""
+    while True:
+        if is_view(index) or is_cast(index) or (packet(index) == "clamp_min" and index.args[1] == 0):
+            inner = index.args[0]
+            assert isinstance(inner, Node)
+            index = inner
+        else:
+            return index

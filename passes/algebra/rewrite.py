@@ -1,0 +1,78 @@
+"""New nodes: with their values inferred, and the origin of what they replace."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from kimigraph.ir.fake import infer
+from kimigraph.passes.algebra.frames import Operand
+from kimigraph.passes.algebra.nodes import shape
+
+ATEN = torch.ops.aten
+ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+def call(
+    graph: Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    like: Node,
+    before: Node | None = None,
+    after: Node | None = None,
+    replaces: Iterable[Node] = (),
+) -> Node:
+    """A call_function node before or behind another, its value inferred, its origin taken from ``like``."""
+    place = graph.inserting_before(before) if before is not None else graph.inserting_after(after)
+    with place:
+        node = graph.create_node("call_function", target, args, dict(kwargs or {}), name=_name(target))
+    node.meta = {key: like.meta[key] for key in ORIGIN if key in like.meta}
+    replaced = tuple(dict.fromkeys(item.name for item in replaces))
+    if replaced:
+        node.meta["replaces"] = replaced
+    infer(node)
+    return node
+
+
+def _name(target: Any) -> str | None:
+    return target.overloadpacket.__name__ if isinstance(target, OpOverload) else None
+
+
+def build(graph: Graph, operand: Operand, before: Node) -> Node:
+    """The operand's node, viewed as the wanted shape if its own differs."""
+    if shape(operand.node) == operand.shape:
+        return operand.node
+    return call(graph, ATEN.view.default, (operand.node, list(operand.shape)), like=operand.node, before=before)
+
+
+def replace(old: Node, new: Node) -> None:
+    """Hand all uses of ``old`` to ``new`` and infer what follows anew where the memory order differs.
+
+    A ``view`` that the new strides do not allow becomes a ``reshape``.
+    """
+    old.replace_all_uses_with(new, propagate_meta=False)
+    stale = {new}
+    node = new.next
+    while stale and node.op != "root":
+        if node.op != "output" and any(argument in stale for argument in node.all_input_nodes):
+            if node.target is ATEN.view.default:
+                node.target = ATEN.reshape.default
+            if _differs(node):
+                stale.add(node)
+        node = node.next
+
+
+def _differs(node: Node) -> bool:
+    before = node.meta.get("val")
+    after = infer(node)
+    return _form(before) != _form(after)
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.stride(), value.dtype)
+    return tuple(_form(item) for item in value) if isinstance(value, list | tuple) else None

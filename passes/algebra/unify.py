@@ -1,0 +1,297 @@
+"""Patterns over subgraphs: commutative, blind to views, copies and casts, with every leaf's layout kept for the check.
+
+A pattern is matched from its result downwards. The same leaf name twice must be the same tensor. Where a match fails
+the trace keeps the deepest failure, so that a near miss can be explained.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.fx import Node
+
+from kimigraph.passes.algebra.frames import Frame, Occurrence, fresh
+from kimigraph.passes.algebra.layout import peel
+from kimigraph.passes.algebra.nodes import argument, constant, described, packet, rank, shape
+
+COMMUTATIVE = frozenset(("add", "mul"))
+
+
+def _no_leaves() -> dict[str, tuple[Occurrence, ...]]:
+    return {}
+
+
+def _no_numbers() -> dict[str, float]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a pattern bound: leaves and bound results by name, numbers by name, and the nodes it stands for, in order."""
+
+    leaves: Mapping[str, tuple[Occurrence, ...]] = field(default_factory=_no_leaves)
+    numbers: Mapping[str, float] = field(default_factory=_no_numbers)
+    path: tuple[Node, ...] = ()
+
+    def leaf(self, name: str) -> Occurrence:
+        """The first occurrence of that leaf."""
+        return self.leaves[name][0]
+
+    def base(self, name: str) -> Node:
+        """The node below all views of that leaf."""
+        return self.leaves[name][0].base
+
+    def with_leaf(self, name: str, occurrence: Occurrence) -> "Match | None":
+        """This match with one more occurrence; None when the name is bound to another tensor."""
+        known = self.leaves.get(name, ())
+        if known and known[0].base is not occurrence.base:
+            return None
+        return replace(self, leaves={**self.leaves, name: (*known, occurrence)})
+
+    def with_number(self, name: str, value: float) -> "Match | None":
+        """This match with a number; None when the name is bound to another number."""
+        if name in self.numbers and self.numbers[name] != value:
+            return None
+        return replace(self, numbers={**self.numbers, name: value})
+
+    def over(self, *nodes: Node) -> "Match":
+        """This match standing for those nodes too."""
+        return replace(self, path=(*self.path, *nodes))
+
+
+@dataclass
+class Trace:
+    """The deepest failure of an attempt: how many operations had matched, the node, and what was expected of it."""
+
+    depth: int = -1
+    node: Node | None = None
+    expected: str = ""
+
+    def miss(self, match: Match, value: Any, expected: str) -> None:
+        """Remember a failure if no deeper one is known."""
+        if isinstance(value, Node) and len(match.path) > self.depth:
+            self.depth, self.node, self.expected = len(match.path), value, expected
+
+    @property
+    def reason(self) -> str:
+        """The failure in words."""
+        return f"expected {self.expected}, found {described(self.node)}"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Base of all patterns."""
+
+    def match(self, value: Any, frame: Frame, match: Match, trace: Trace, user: Node | None = None) -> Match | None:
+        """Extend ``match`` by this pattern at ``value`` (a node or a number), or None."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Leaf(Pattern):
+    """Any tensor; ``name`` binds the tensor below its views and value-keeping casts."""
+
+    name: str
+
+    def match(self, value: Any, frame: Frame, match: Match, trace: Trace, user: Node | None = None) -> Match | None:
+        if not isinstance(value, Node):
+            return None
+        base, chain = peel(value)
+        extended = match.with_leaf(self.name, Occurrence(value, base, tuple(chain), frame, user))
+        if extended is None:
+            trace.miss(match, base, f"the same '{self.name}' as before ({match.base(self.name).name})")
+        return extended
+
+
+@dataclass(frozen=True)
+class Number(Pattern):
+    """A constant; ``name`` binds its value."""
+
+    name: str
+
+    def match(self, value: Any, frame: Frame, match: Match, trace: Trace, user: Node | None = None) -> Match | None:
+        found = constant(value)
+        return None if found is None else match.with_number(self.name, float(found))
+
+
+@dataclass(frozen=True)
+class Literal(Pattern):
+    """A constant of that value."""
+
+    value: float
+
+    def match(self, value: Any, frame: Frame, match: Match, trace: Trace, user: Node | None = None) -> Match | None:
+        return match if constant(value) == self.value else None
+
+
+@dataclass(frozen=True, init=False)
+class Op(Pattern):
+    """An elementwise operation of that name over operand patterns, in either order if it commutes."""
+
+    name: str
+    operands: tuple[Pattern, ...]
+
+    def __init__(self, name: str, *operands: Pattern) -> None:
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "operands", operands)
+
+    def match(self, value: Any, frame: Frame, match: Match, trace: Trace, user: Node | None = None) -> Match | None:
+        if not isinstance(value, Node):
+            return None
+        base, chain = peel(value, casts="float")
+        if packet(base) != self.name or not _plain(base, len(self.operands)):
+            trace.miss(match, base, self.name)
+            return None
+        inner = frame.below(chain).operand(shape(base))
+        given = list(base.args[: len(self.operands)])
+        orders = [given, given[::-1]] if self.name in COMMUTATIVE else [given]
+        return _first(orders, self.operands, [inner] * len(given), match.over(*chain, base), trace, base)
+
+
+def _plain(node: Node, operands: int) -> bool:
+    """Whether a call has that many operands and every further argument at its default."""
+    if len(node.args) < operands:
+        return False
+    declared = getattr(getattr(node.target, "_schema", None), "arguments", ())
+    further = [argument(node, item.name) == item.default_value for item in declared[operands:] if item.has_default_value()]
+    return all(further)
+
+
+def _first(
+    orders: Sequence[Sequence[Any]],
+    patterns: Sequence[Pattern],
+    frames: Sequence[Frame],
+    match: Match,
+    trace: Trace,
+    user: Node,
+) -> Match | None:
+    for order in orders:
+        found: Match | None = match
+        for value, pattern, frame in zip(order, patterns, frames, strict=True):
+            found = None if found is None else pattern.match(value, frame, found, trace, user)
+        if found is not None:
+            return found
+    return None
+
+
+@dataclass(frozen=True)
+class Sum(Pattern):
+    """A sum (or mean) over one dim, which becomes ``axis`` of the frame; of a product also as a matrix product."""
+
+    operand: Pattern
+    axis: str
+    reduction: str = "sum"
+
+    def match(self, value: Any, frame: Frame, match: Match, trace: Trace, user: Node | None = None) -> Match | None:
+        if not isinstance(value, Node):
+            return None
+        base, chain = peel(value, casts="float")
+        inner, deeper = frame.below(chain), match.over(*chain, base)
+        axis = fresh(self.axis, inner.axes)
+        if packet(base) == self.reduction:
+            return self._reduced(base, inner, axis, deeper, trace)
+        if packet(base) in ("matmul", "bmm", "mm") and self.reduction == "sum" and rank(base) >= 2:
+            return self._product(base, inner, axis, deeper, trace)
+        trace.miss(match, base, f"a {self.reduction} over axis {self.axis}")
+        return None
+
+    def _reduced(self, base: Node, frame: Frame, axis: str, match: Match, trace: Trace) -> Match | None:
+        dims, source = argument(base, "dim"), base.args[0]
+        if not isinstance(dims, list | tuple) or len(dims) != 1 or not isinstance(source, Node):
+            trace.miss(match, base, f"a {self.reduction} over one dim")
+            return None
+        dim = dims[0] % rank(source)
+        reduced = frame.reduced(dim, bool(argument(base, "keepdim", False)), axis)
+        return self.operand.match(source, reduced, match, trace, base)
+
+    def _product(self, base: Node, frame: Frame, axis: str, match: Match, trace: Trace) -> Match | None:
+        left, right = base.args[0], base.args[1]
+        factors = self.operand.operands if isinstance(self.operand, Op) and self.operand.name == "mul" else ()
+        if not isinstance(left, Node) or not isinstance(right, Node) or len(factors) != 2:
+            return None
+        if rank(left) < 2 or rank(right) < 2:
+            trace.miss(match, base, "a product of matrices")
+            return None
+        frames = frame.left(shape(base), axis), frame.right(shape(base), axis)
+        straight = _first([(left, right)], factors, frames, match, trace, base)
+        return straight or _first([(right, left)], factors, frames[::-1], match, trace, base)
+
+
+@dataclass(frozen=True, init=False)
+class Either(Pattern):
+    """The first of several patterns that matches."""
+
+    choices: tuple[Pattern, ...]
+
+    def __init__(self, *choices: Pattern) -> None:
+        object.__setattr__(self, "choices", choices)
+
+    def match(self, value: Any, frame: Frame, match: Match, trace: Trace, user: Node | None = None) -> Match | None:
+        for choice in self.choices:
+            found = choice.match(value, frame, match, trace, user)
+            if found is not None:
+                return found
+        return None
+
+
+@dataclass(frozen=True)
+class Bind(Pattern):
+    """A pattern whose result is a leaf too. Met again, the same tensor need not be matched again."""
+
+    name: str
+    pattern: Pattern
+
+    def match(self, value: Any, frame: Frame, match: Match, trace: Trace, user: Node | None = None) -> Match | None:
+        if not isinstance(value, Node):
+            return None
+        base, chain = peel(value, casts="float")
+        known = self.name in match.leaves
+        extended = match.with_leaf(self.name, Occurrence(value, base, tuple(chain), frame, user))
+        if extended is None or known:
+            return extended
+        return self.pattern.match(value, frame, extended, trace, user)
+
+
+@dataclass(frozen=True)
+class Scaled(Pattern):
+    """A pattern times positive constants, which multiply up under ``name``."""
+
+    name: str
+    pattern: Pattern
+
+    def match(self, value: Any, frame: Frame, match: Match, trace: Trace, user: Node | None = None) -> Match | None:
+        factor = 1.0
+        while isinstance(value, Node):
+            base, chain = peel(value, casts="float")
+            step = scaling(base)
+            if step is None:
+                break
+            if step[1] <= 0:
+                trace.miss(match, base, f"a positive factor instead of {step[1]}")
+                return None
+            frame = frame.below(chain).operand(shape(base))
+            match, user = match.over(*chain, base), base
+            value, factor = step[0], factor * step[1]
+        scaled = match.with_number(self.name, factor)
+        return None if scaled is None else self.pattern.match(value, frame, scaled, trace, user)
+
+
+def scaling(node: Node) -> tuple[Node, float] | None:
+    """(tensor, factor) of a multiplication or division by a constant; None of anything else."""
+    name = packet(node)
+    if name not in ("mul", "div") or len(node.args) < 2 or node.kwargs.get("rounding_mode"):
+        return None
+    left, right = node.args[0], node.args[1]
+    factor = constant(right)
+    if isinstance(left, Node) and factor is not None and factor != 0:
+        return left, float(factor) if name == "mul" else 1.0 / float(factor)
+    factor = constant(left)
+    if name == "mul" and isinstance(right, Node) and factor is not None:
+        return right, float(factor)
+    return None
+
+
+def find(pattern: Pattern, value: Node, frame: Frame, match: Match | None = None) -> tuple[Match | None, Trace]:
+    """Match a pattern at a node; the trace explains a failure."""
+    trace = Trace()
+    return pattern.match(value, frame, match or Match(), trace), trace

@@ -1,0 +1,151 @@
+"""``fuse-sparse-attention``: latent expansion, picks as a mask and softmax over all keys become ``sparse_attention``.
+
+Anchored at the attention itself (``scaled_dot_product_attention`` or ``softmax``); evidence: keys and values are one
+linear of a cached latent, and the mask is an indexer's picks. The linear's weight is absorbed into query and output.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Graph, Node
+
+from kimigraph.passes.algebra.attention import Attention, attention_at, is_sink
+from kimigraph.passes.algebra.frames import Operand
+from kimigraph.passes.algebra.latent import LatentExpansion, expansion_of
+from kimigraph.passes.algebra.masks import atoms
+from kimigraph.passes.algebra.pieces import Piece, pieces
+from kimigraph.passes.algebra.refusal import Refused
+from kimigraph.passes.algebra.rewrite import build, call, replace
+from kimigraph.passes.algebra.rule import FusionPass, require_unused_elsewhere, require_unwritten
+from kimigraph.passes.algebra.selection import selection_of
+
+ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """A checked attention: its operands and the indices that select its keys."""
+
+    attention: Attention
+    expansion: LatentExpansion
+    picks: Node
+
+
+@dataclass(frozen=True)
+class FuseSparseAttention(FusionPass):
+    """Replaces multi-head latent attention over an indexer's picks by the absorbed form, which reads picked rows only.
+
+    Refused: no selection (dense attention has no operator yet), a mask besides the indexer's, keys and values that are
+    not one linear of a latent, weights used elsewhere, a cache written before the attention's own place.
+    """
+
+    name: ClassVar[str] = "fuse-sparse-attention"
+    summary: ClassVar[str] = "latent attention over an indexer's picks becomes one sparse_attention on the cache"
+    fusion: ClassVar[bool] = True
+
+    def anchors(self, graph: Graph) -> Sequence[Node]:
+        """All softmaxes and fused attentions."""
+        return [node for node in graph.nodes if is_sink(node)]
+
+    def check(self, graph: Graph, anchor: Node) -> AttentionSite:
+        """The sparse latent attention around this sink."""
+        attention = attention_at(anchor)
+        conditions = [atom for mask in attention.masks for atom in atoms(mask.node, mask.sense)]
+        selected = any(atom.kind in ("picks", "counted") for atom in conditions)
+        try:
+            expansion = expansion_of(attention)
+        except Refused as refusal:
+            raise refusal.raised_to(1 if selected else 0) from refusal
+        try:
+            return _checked(graph, attention, expansion)
+        except Refused as refusal:
+            raise refusal.raised_to(3 if selected else 2) from refusal
+
+    def rewrite(self, graph: Graph, site: AttentionSite) -> Node:
+        """Put the operator, with the absorbed weight around it, in the place of the attention."""
+        attention, expansion = site.attention, site.expansion
+        here = _Emitter(graph, attention.out)
+        weight = here(ATEN.view.default, expansion.weight, [expansion.heads, expansion.per_head, expansion.latent_width])
+        up_k = here(ATEN.slice.Tensor, weight, 1, expansion.key_row, expansion.key_row + expansion.nope.width)
+        up_v = here(ATEN.slice.Tensor, weight, 1, expansion.value_row, expansion.value_row + expansion.value_width)
+        q_latent = _absorb_query(here, _columns(here, attention.q, expansion.nope), up_k, expansion)
+        q_rope, rope = None, None
+        if expansion.rope is not None and expansion.rope_cache is not None:
+            q_rope = here(ATEN.transpose.int, _columns(here, attention.q, expansion.rope), 1, 2)
+            rope = build(graph, expansion.rope_cache, attention.out)
+        latent = build(graph, expansion.latent, attention.out)
+        node = call(
+            graph,
+            torch.ops.kimigraph.sparse_attention.default,
+            (q_latent, q_rope, latent, rope, site.picks),
+            {"scale": attention.scale},
+            like=attention.sink,
+            before=attention.out,
+            replaces=[step for step in attention.path if step.target in _NAMED],
+        )
+        out = _absorb_output(here, here(operator.getitem, node, 0), up_v, expansion)
+        replace(attention.out, out)
+        return node
+
+
+_NAMED = frozenset(
+    (ATEN.matmul.default, ATEN.softmax.int, ATEN._softmax.default, ATEN.scaled_dot_product_attention.default)
+)
+
+
+@dataclass(frozen=True)
+class _Emitter:
+    """Makes nodes before a place, with that place's origin."""
+
+    graph: Graph
+    place: Node
+
+    def __call__(self, target: Any, *args: Any) -> Node:
+        return call(self.graph, target, args, like=self.place, before=self.place)
+
+
+def _checked(graph: Graph, attention: Attention, expansion: LatentExpansion) -> AttentionSite:
+    want = (expansion.batch, expansion.tokens, expansion.keys)
+    picks = selection_of(graph, attention.sink, attention.masks, want)
+    if picks is None:
+        raise Refused("dense latent attention has no operator yet", attention.sink)
+    if attention.scale <= 0:
+        raise Refused("the scale is not positive", attention.sink)
+    require_unused_elsewhere(attention.path[:-1], [attention.out])
+    for what, found in (("the latent cache", expansion.latent), ("the rope cache", expansion.rope_cache)):
+        if found is not None:
+            require_unwritten(graph, what, found, attention.out)
+    require_unwritten(graph, "the query", Operand(attention.q, (), attention.sink), attention.out)
+    return AttentionSite(attention, expansion, picks)
+
+
+def _columns(here: _Emitter, q: Node, wanted: Piece) -> Node:
+    """The query's columns that meet a part of the keys: a part of its own concatenation, or a slice."""
+    for piece in pieces(q):
+        if (piece.start, piece.stop) == (wanted.start, wanted.stop):
+            return piece.node
+    return here(ATEN.slice.Tensor, q, 3, wanted.start, wanted.stop)
+
+
+def _absorb_query(here: _Emitter, q_nope: Node, up_k: Node, expansion: LatentExpansion) -> Node:
+    """q_nope [B, H, S, dn] times the key rows [H, dn, L]: one product a head for all tokens, as [B, S, H, L]."""
+    rows = expansion.batch * expansion.tokens
+    heads_first = here(ATEN.permute.default, q_nope, [1, 0, 2, 3])
+    flat = here(ATEN.reshape.default, heads_first, [expansion.heads, rows, expansion.nope.width])
+    product = here(ATEN.bmm.default, flat, up_k)
+    by_row = here(ATEN.transpose.int, product, 0, 1)
+    sizes = [expansion.batch, expansion.tokens, expansion.heads, expansion.latent_width]
+    return here(ATEN.view.default, by_row, sizes)
+
+
+def _absorb_output(here: _Emitter, out: Node, up_v: Node, expansion: LatentExpansion) -> Node:
+    """The attention's latent output [B, S, H, L] times the value rows [H, dv, L], as [B, H, S, dv]."""
+    rows = expansion.batch * expansion.tokens
+    flat = here(ATEN.view.default, out, [rows, expansion.heads, expansion.latent_width])
+    heads_first = here(ATEN.transpose.int, flat, 0, 1)
+    product = here(ATEN.bmm.default, heads_first, here(ATEN.transpose.int, up_v, 1, 2))
+    sizes = [expansion.heads, expansion.batch, expansion.tokens, expansion.value_width]
+    return here(ATEN.permute.default, here(ATEN.view.default, product, sizes), [1, 0, 2, 3])

@@ -1,0 +1,141 @@
+"""``--dump-passes``: the program after every pass as a script, with differences, remarks, times and a picture."""
+
+import difflib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kimigraph.ir.errors import UsageError
+from kimigraph.ir.printer import print_program
+from kimigraph.ir.program import CapturedProgram
+from kimigraph.ir.remarks import PassResult
+from kimigraph.passes.base import Pass
+from kimigraph.passes.instruments.base import Instrument
+from kimigraph.passes.instruments.dot import graph_to_dot
+from kimigraph.passes.options import print_pass
+from kimigraph.passes.pipeline import Pipeline
+
+MARKER = ".kimigraph-dumps.json"
+_OWN_NAME = re.compile(r"\d{3}-[a-z0-9-]+\.(py|diff|failed\.txt)|remarks\.jsonl|timings\.json|graph\.dot")
+
+
+class DumpDirectory:
+    """A directory that holds dumps and nothing else; a marker file lists what was written into it."""
+
+    def __init__(self, path: Path) -> None:
+        """Claim ``path``: made when missing; dumps of an earlier run in it are removed.
+
+        Raises UsageError, and touches nothing, when it is a file or holds anything that no earlier run wrote.
+        """
+        self.path = path
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"--dump-passes {path}: that is a file; name a directory, new, empty or with dumps.")
+        path.mkdir(parents=True, exist_ok=True)
+        own = self._listed()
+        foreign = sorted(item.name for item in path.iterdir() if item.name not in own and item.name != MARKER)
+        if foreign:
+            raise UsageError(
+                f"--dump-passes {path}: the directory holds files that are no dumps of kimigraph ({', '.join(foreign[:3])}"
+                f"{', ...' if len(foreign) > 3 else ''}); name one that is new, empty or holds dumps."
+            )
+        for name in own:
+            (path / name).unlink(missing_ok=True)
+        self._written: list[str] = []
+        self._mark()
+
+    def write(self, name: str, text: str) -> None:
+        """Write one file, replacing its earlier content."""
+        if name not in self._written:
+            self._written.append(name)
+            self._mark()
+        (self.path / name).write_text(text, encoding="utf-8")
+
+    def append(self, name: str, text: str) -> None:
+        """Add to one file and flush it."""
+        if name not in self._written:
+            return self.write(name, text)
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(text)
+
+    def _listed(self) -> set[str]:
+        marker = self.path / MARKER
+        try:
+            listed: Any = json.loads(marker.read_text(encoding="utf-8"))["files"] if marker.is_file() else []
+        except (ValueError, KeyError, TypeError):
+            return set()
+        return {name for name in listed if isinstance(name, str) and _OWN_NAME.fullmatch(name)}
+
+    def _mark(self) -> None:
+        (self.path / MARKER).write_text(json.dumps({"files": self._written}, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass
+class DumpPasses(Instrument):
+    """Writes ``000-capture.py``, ``NNN-<pass>.py``, ``.diff``, ``remarks.jsonl``, ``timings.json``, ``graph.dot``.
+
+    Every file is complete after each pass, so a crash leaves the dumps up to it, with ``NNN-<pass>.failed.txt`` for the
+    pass that raised. ``UsageError``, before anything runs, when the directory holds other people's files.
+    """
+
+    directory: Path
+    _files: DumpDirectory = field(init=False, repr=False)
+    _last: str = field(init=False, default="", repr=False)
+    _stem: str = field(init=False, default="000-capture", repr=False)
+    _timings: list[dict[str, Any]] = field(init=False, default_factory=lambda: [], repr=False)
+
+    def __post_init__(self) -> None:
+        self._files = DumpDirectory(Path(self.directory))
+
+    def before_pipeline(self, program: CapturedProgram, pipeline: Pipeline) -> None:
+        """Write the capture."""
+        self._stem = "000-capture"
+        self._last = print_program(program, title=self._stem)
+        self._files.write("000-capture.py", self._last)
+        self._files.write("remarks.jsonl", "")
+        self._timings = [{"index": 0, "pass": "capture", "nodes": _size(program)}]
+        self._flush(program)
+
+    def after_pass(self, index: int, item: Pass, program: CapturedProgram, result: PassResult, seconds: float) -> None:
+        """Write the program and what changed."""
+        stem = f"{index:03d}-{item.name}"
+        text = print_program(program, title=stem)
+        self._files.write(f"{stem}.py", text)
+        difference = unified_diff(self._last, text, self._stem, stem)
+        if difference:
+            self._files.write(f"{stem}.diff", difference)
+        self._last, self._stem = text, stem
+        lines = [json.dumps({"index": index, **remark.as_dict()}) + "\n" for remark in result.remarks]
+        self._files.append("remarks.jsonl", "".join(lines))
+        entry = {"index": index, "pass": print_pass(item), "seconds": seconds, "modified": result.modified}
+        self._timings.append({**entry, "nodes": _size(program), "statistics": result.statistics})
+        self._flush(program)
+
+    def pass_failed(self, index: int, item: Pass, program: CapturedProgram, error: Exception) -> None:
+        """Write the error and the graph as it is."""
+        text = f"{type(error).__name__}: {error}\n\nThe graph as the failure left it:\n\n{program.graph_module.graph}\n"
+        self._files.write(f"{index:03d}-{item.name}.failed.txt", text)
+        self._timings.append({"index": index, "pass": print_pass(item), "failed": f"{type(error).__name__}: {error}"})
+        self._files.write("timings.json", json.dumps({"passes": self._timings}, indent=1) + "\n")
+
+    def _flush(self, program: CapturedProgram) -> None:
+        self._files.write("timings.json", json.dumps({"passes": self._timings}, indent=1) + "\n")
+        self._files.write("graph.dot", graph_to_dot(program.graph_module.graph))
+
+
+def unified_diff(before: str, after: str, name_before: str, name_after: str) -> str:
+    """The unified difference of two dumps, three lines of context; empty when they differ in their title alone."""
+    old, new = _untitled(before), _untitled(after)
+    lines = difflib.unified_diff(old, new, name_before, name_after, lineterm="") if old != new else []
+    return "".join(line + "\n" for line in lines)
+
+
+def _untitled(text: str) -> list[str]:
+    """The lines of a dump without its title, which every dump has to itself."""
+    lines = text.splitlines()
+    return ['"""', *lines[1:]] if text.startswith('"""') else lines
+
+
+def _size(program: CapturedProgram) -> int:
+    return len(program.graph_module.graph.nodes)
