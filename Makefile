@@ -13,7 +13,7 @@ DEMO   := .demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format clean
+.PHONY: help demo test check lint types rooms rules format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,11 +30,19 @@ test: $(READY) ## Run all tests: first with the Triton compiler, then with its i
 	$(PYTEST) -n $(JOBS) --ignore tests/interpreter
 	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) tests/interpreter
 
-check: $(READY) ## Lint, check types, the arrows between rooms and house rules
+check: lint types rooms rules ## Check style, types, the arrows between rooms and house rules (-k: do not stop at the first)
+
+lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: $(READY)
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+rooms: $(READY)
 	$(BIN)/lint-imports --no-logo
+
+rules: $(READY)
 	$(BIN)/python scripts/check_sources.py
 
 format: $(READY) ## Format the code and fix what can be fixed

@@ -40,7 +40,7 @@ def compile_kernels(
 
     Raises UsageError when this Triton cannot build for ``arch`` and CompileError naming the kernel that failed.
     """
-    jobs = [
+    jobs: list[dict[str, Any]] = [
         {"source": file.path, "stem": f"kernels/{file.name}.{launch.function}", "arch": arch, **asdict(launch)}
         for file in kernels.files
         for launch in file.module.launches

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 from kimigraph.codegen.kernel import KernelModule
 from kimigraph.codegen.reference_writer import reference_text
 from kimigraph.codegen.request import call_cost, kernel_request, semantic_operator, tensor_arguments
-from kimigraph.codegen.source_text import CallText, NameOf, argument_text, call_arguments, wrap
+from kimigraph.codegen.source_text import CallText, NameOf, argument_text, call_arguments, one_line, wrap
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.manifest import KernelRecord
 from kimigraph.ir.provenance import module_path
@@ -134,7 +134,7 @@ def _header(nodes: list[Node]) -> str:
     cost = call_cost(nodes[0])
     lines = [f"{semantic_operator(nodes[0])}: {cost.bytes:,} bytes and {cost.flops:,} FLOPs a call.", "", "Computes"]
     for node in nodes:
-        path = module_path(node)
+        path = one_line(module_path(node))
         lines.append(f"  {node.name}" + (f" ({path})" if path else ""))
         replaces = list(node.meta.get("replaces", ()))
         if replaces:

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from kimigraph.codegen.kernel_writer import KernelSet
 from kimigraph.codegen.request import semantic_operator
-from kimigraph.codegen.source_text import operator_call, wrap
+from kimigraph.codegen.source_text import one_line, operator_call, wrap
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.fake import describe
 from kimigraph.ir.program import CapturedProgram
@@ -96,8 +96,8 @@ def _docstring(title: ProgramTitle, nodes: list[Node]) -> str:
     )
     text = _HOW_TO_RUN.format(
         phase=title.phase.capitalize() or "One step",
-        model=title.model or "a model",
-        shape_key=title.shape_key or "static shapes",
+        model=one_line(title.model) or "a model",
+        shape_key=one_line(title.shape_key) or "static shapes",
         target=title.target,
         needs="torch" if title.target == "cpu:reference" else "torch, triton",
         libraries=libraries,
@@ -121,11 +121,10 @@ def _imports(title: ProgramTitle, nodes: list[Node]) -> str:
 def _signature(program: CapturedProgram, names: dict[Node, str]) -> list[str]:
     """``def step(`` with a line for each placeholder: its kind, outer name, dtype and shape."""
     lines = ["@torch.no_grad()", "def step("]
-    placeholders = program.placeholders
-    for spec in program.inputs:
+    for spec, placeholder in zip(program.inputs, program.placeholders.values(), strict=True):
         kind = f"{spec.kind}, updated in place" if spec.mutated else spec.kind
         shape = f"{spec.dtype}[{', '.join(str(size) for size in spec.shape)}]"
-        lines.append(f"    {names[placeholders[spec.name]]},  # {kind}: {spec.source} {shape}")
+        lines.append(f"    {names[placeholder]},  # {kind}: {one_line(spec.source)} {shape}")
     return [*lines, "):", f'    """One step; returns ({", ".join(spec.name for spec in program.outputs)})."""']
 
 
@@ -139,7 +138,7 @@ def _body(nodes: list[Node], kernels: KernelSet, names: dict[Node, str]) -> list
             continue
         path = module_path(node)
         if node.op != "output" and path != module:
-            lines.append(f"    # {path or 'top'}")
+            lines.append(f"    # {one_line(path) or 'top'}")
             module = path
         lines += _statement(node, kernels, names)
         lines += wrap([names[dead] for dead in dying.get(node, [])], "    del ")

@@ -58,6 +58,6 @@ def _specification(value: Any, node: Node, name: str) -> TensorSpec:
     if not isinstance(tensor, torch.Tensor):
         raise CompileError(f"node {node.name}: argument {name} has no recorded shape, so no kernel can be made for it")
     sizes = (*tensor.shape, *tensor.stride())
-    if not all(isinstance(size, int) for size in sizes):
+    if any(isinstance(size, torch.SymInt) for size in sizes):
         raise CompileError(f"node {node.name}: argument {name} has a symbolic shape; kernels need static shapes")
     return TensorSpec(tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."))

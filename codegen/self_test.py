@@ -33,7 +33,7 @@ def reference_checksums(program: CapturedProgram, seed: int) -> dict[str, list[f
     """Checksums by name: outputs first, then inputs that the step updates. Runs the graph itself, not program.py."""
     folded = folded_constants(program)
     constants = {spec.source: folded[spec.name] for spec in program.inputs if spec.kind == "constant"}
-    devices = [program.placeholders[spec.name].meta["val"].device for spec in program.inputs]
+    devices = [node.meta["val"].device for node in program.placeholders.values()]
     made = make_inputs(program.inputs, constants, seed)
     arguments = [tensor.to(device) for tensor, device in zip(made, devices, strict=True)]
     with torch.no_grad():

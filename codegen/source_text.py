@@ -54,6 +54,11 @@ def argument_text(value: Any, name_of: NameOf) -> str:
     return "DEVICE" if isinstance(value, torch.device) else format_argument(value, name_of)
 
 
+def one_line(text: str) -> str:
+    """A name from outside (a module's, a tensor's, a model's) as a comment or a docstring may hold it."""
+    return " ".join(text.split()).replace("\\", "/").replace('"""', "'''")
+
+
 def wrap(items: Sequence[str], prefix: str) -> list[str]:
     """``prefix + a, b, c`` as one line, or several with the same prefix where one would be too long."""
     lines: list[str] = []

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from kimigraph.capture import ModelSource, capture, load_source
-from kimigraph.codegen import build_artifact, count_launches
+from kimigraph.codegen import build_artifact
+from kimigraph.codegen.launches import graph_launches
 from kimigraph.ir import env
 from kimigraph.ir.config import TARGETS, CompileConfig
 from kimigraph.ir.errors import UsageError
@@ -69,11 +70,11 @@ class CanonicalLaunches(Instrument):
     count: int = 0
 
     def before_pipeline(self, program: CapturedProgram, pipeline: Pipeline) -> None:
-        self.count = count_launches(program.graph_module.graph)
+        self.count = graph_launches(program.graph_module.graph)
 
     def after_pass(self, index: int, item: Pass, program: CapturedProgram, result: PassResult, seconds: float) -> None:
         if item.name == "canonicalize":
-            self.count = count_launches(program.graph_module.graph)
+            self.count = graph_launches(program.graph_module.graph)
 
 
 @dataclass
@@ -117,11 +118,11 @@ def compile_source(source: str, configs: list[CompileConfig], out: Path | None, 
         directory = out or Path(f"{model.name}-{model.phase}-{model.shape_key}")
         if out is not None and len(configs) > 1:
             directory = out / model.shape_key
-        reports.append(_compile_one(model, directory, session))
+        reports.append(_compile_one(source, model, directory, session))
     return reports
 
 
-def _compile_one(model: ModelSource, directory: Path, session: Session) -> CompileReport:
+def _compile_one(source: str, model: ModelSource, directory: Path, session: Session) -> CompileReport:
     check_replaceable(directory)
     config, target = session.config, session.target
     front = front_components(model.key, config, target, model.shape_key)
@@ -140,7 +141,7 @@ def _compile_one(model: ModelSource, directory: Path, session: Session) -> Compi
 
             session.notify("verifying against the eager model")
             with session.timing.stage("verify"):
-                report.verify = verify_source(model, staged, captured, session)
+                report.verify = verify_source(source, model, staged, captured, config, target)
     return replace(
         report,
         source=model.name,

@@ -7,30 +7,46 @@ if __name__ != "kimigraph.passes":
     raise ImportError("import this package as 'kimigraph.passes', not as 'passes'")
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_PUBLIC = {
-    "DumpPasses": "kimigraph.passes.instruments",
-    "Instrument": "kimigraph.passes.instruments",
-    "Pass": "kimigraph.passes.base",
-    "PassContext": "kimigraph.passes.base",
-    "PassRecord": "kimigraph.passes.manager",
-    "PassRegistry": "kimigraph.passes.registry",
-    "Pipeline": "kimigraph.passes.pipeline",
-    "TimePasses": "kimigraph.passes.instruments",
-    "VerifyPasses": "kimigraph.passes.instruments",
-    "check_required_fusions": "kimigraph.passes.fusions",
-    "default_pipeline": "kimigraph.passes.pipeline",
-    "fusion_summary": "kimigraph.passes.fusions",
-    "register": "kimigraph.passes.registry",
-    "registered_passes": "kimigraph.passes.registry",
-    "run_pipeline": "kimigraph.passes.manager",
+if TYPE_CHECKING:
+    from kimigraph.passes.base import Pass, PassContext
+    from kimigraph.passes.fusions import check_required_fusions, fusion_summary
+    from kimigraph.passes.instruments import DumpPasses, Instrument, TimePasses, VerifyPasses
+    from kimigraph.passes.manager import PassRecord, run_pipeline
+    from kimigraph.passes.pipeline import Pipeline, default_pipeline
+    from kimigraph.passes.registry import PassRegistry, register, registered_passes
+
+__all__ = [
+    "DumpPasses",
+    "Instrument",
+    "Pass",
+    "PassContext",
+    "PassRecord",
+    "PassRegistry",
+    "Pipeline",
+    "TimePasses",
+    "VerifyPasses",
+    "check_required_fusions",
+    "default_pipeline",
+    "fusion_summary",
+    "register",
+    "registered_passes",
+    "run_pipeline",
+]
+
+_HOMES = {
+    "base": ("Pass", "PassContext"),
+    "fusions": ("check_required_fusions", "fusion_summary"),
+    "instruments": ("DumpPasses", "Instrument", "TimePasses", "VerifyPasses"),
+    "manager": ("PassRecord", "run_pipeline"),
+    "pipeline": ("Pipeline", "default_pipeline"),
+    "registry": ("PassRegistry", "register", "registered_passes"),
 }
-__all__ = list(_PUBLIC)  # pyright: ignore
 
 
 def __getattr__(name: str) -> Any:
-    module = _PUBLIC.get(name)
-    if module is None:
-        raise AttributeError(f"module 'kimigraph.passes' has no attribute {name!r}")
-    return getattr(import_module(module), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from kimigraph.ir.operators import OPERATORS
+from kimigraph.ir.program import CapturedProgram
 from kimigraph.passes.algebra.frames import Frame, Operand, operand, require_type
 from kimigraph.passes.algebra.layout import peel
 from kimigraph.passes.algebra.lengths import Length, length_of_mask, length_operand
@@ -20,7 +22,7 @@ from kimigraph.passes.algebra.nodes import FLOATS, argument, packet, rank, shape
 from kimigraph.passes.algebra.picks import Uses, redirect, uses_of
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import build, call
-from kimigraph.passes.algebra.rule import FusionPass, require_unused_elsewhere, require_unwritten
+from kimigraph.passes.algebra.rule import FusionPass, descriptor_of, require_unused_elsewhere, require_unwritten
 from kimigraph.passes.algebra.unify import Either, Leaf, Literal, Match, Op, Scaled, Sum, Trace, scaling
 
 ATEN = torch.ops.aten
@@ -70,9 +72,9 @@ class IndexerSite:
 class FuseLightningIndexer(FusionPass):
     """Replaces the selecting top-k of DeepSeek sparse attention, however it is spelled.
 
-    Refused: values or order of the top-k used elsewhere, scores used elsewhere, another activation, factors that are not
-    positive, the smallest instead of the largest, a key cache written between scoring and selection, operands of another
-    layout or type.
+    Refused: values or order of the top-k used elsewhere, scores used elsewhere, another activation, factors that are
+    not positive, the smallest instead of the largest, a key cache written between scoring and selection, operands of
+    another layout or type.
     """
 
     name: ClassVar[str] = "fuse-lightning-indexer"
@@ -83,18 +85,18 @@ class FuseLightningIndexer(FusionPass):
         """All top-k nodes."""
         return [node for node in graph.nodes if node.target is ATEN.topk.default]
 
-    def check(self, graph: Graph, anchor: Node) -> IndexerSite:
+    def check(self, program: CapturedProgram, anchor: Node) -> IndexerSite:
         """The indexer that ends at this top-k."""
         scored = find_score(anchor)
         evidence = len(scored.match.path)
         try:
-            return _checked(graph, anchor, scored)
+            return _checked(program.graph_module.graph, anchor, scored)
         except Refused as refusal:
             raise refusal.raised_to(evidence) from refusal
 
-    def rewrite(self, graph: Graph, site: IndexerSite) -> Node:
+    def rewrite(self, program: CapturedProgram, site: IndexerSite) -> Node:
         """Put the operator before the top-k and hand its users over."""
-        topk, numbers = site.topk, site.scored.match.numbers
+        graph, topk, numbers = program.graph_module.graph, site.topk, site.scored.match.numbers
         lengths = None
         if site.length is not None:
             lengths = length_operand(graph, site.length, site.batch, topk)
@@ -102,9 +104,13 @@ class FuseLightningIndexer(FusionPass):
         q, keys, weights = (build(graph, site.operands[name], topk) for name in ("q", "keys", "weights"))
         picks = call(
             graph,
-            torch.ops.kimigraph.lightning_indexer.default,
+            OPERATORS["lightning_indexer"].overload,
             (q, keys, weights, lengths, mask),
-            {"k": argument(topk, "k"), "scale": numbers["before"] * numbers["between"] * numbers["after"]},
+            {
+                "k": argument(topk, "k"),
+                "scale": numbers["before"] * numbers["between"] * numbers["after"],
+                "descriptor": descriptor_of(program, keys),
+            },
             like=topk,
             before=topk,
             replaces=[node for node in (*site.scored.path, *site.scored.match.path) if node.target in _NAMED] + [topk],

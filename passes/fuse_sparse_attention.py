@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, Node
 
+from kimigraph.ir.operators import OPERATORS
+from kimigraph.ir.program import CapturedProgram
 from kimigraph.passes.algebra.attention import Attention, attention_at, is_sink
 from kimigraph.passes.algebra.frames import Operand
 from kimigraph.passes.algebra.latent import LatentExpansion, expansion_of
@@ -19,7 +21,7 @@ from kimigraph.passes.algebra.masks import atoms
 from kimigraph.passes.algebra.pieces import Piece, pieces
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import build, call, replace
-from kimigraph.passes.algebra.rule import FusionPass, require_unused_elsewhere, require_unwritten
+from kimigraph.passes.algebra.rule import FusionPass, descriptor_of, require_unused_elsewhere, require_unwritten
 from kimigraph.passes.algebra.selection import selection_of
 
 ATEN = torch.ops.aten
@@ -32,6 +34,7 @@ class AttentionSite:
     attention: Attention
     expansion: LatentExpansion
     picks: Node
+    descriptor: str
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class FuseSparseAttention(FusionPass):
         """All softmaxes and fused attentions."""
         return [node for node in graph.nodes if is_sink(node)]
 
-    def check(self, graph: Graph, anchor: Node) -> AttentionSite:
+    def check(self, program: CapturedProgram, anchor: Node) -> AttentionSite:
         """The sparse latent attention around this sink."""
         attention = attention_at(anchor)
         conditions = [atom for mask in attention.masks for atom in atoms(mask.node, mask.sense)]
@@ -60,15 +63,17 @@ class FuseSparseAttention(FusionPass):
         except Refused as refusal:
             raise refusal.raised_to(1 if selected else 0) from refusal
         try:
-            return _checked(graph, attention, expansion)
+            return _checked(program, attention, expansion)
         except Refused as refusal:
             raise refusal.raised_to(3 if selected else 2) from refusal
 
-    def rewrite(self, graph: Graph, site: AttentionSite) -> Node:
+    def rewrite(self, program: CapturedProgram, site: AttentionSite) -> Node:
         """Put the operator, with the absorbed weight around it, in the place of the attention."""
-        attention, expansion = site.attention, site.expansion
+        graph, attention, expansion = program.graph_module.graph, site.attention, site.expansion
         here = _Emitter(graph, attention.out)
-        weight = here(ATEN.view.default, expansion.weight, [expansion.heads, expansion.per_head, expansion.latent_width])
+        weight = here(
+            ATEN.view.default, expansion.weight, [expansion.heads, expansion.per_head, expansion.latent_width]
+        )
         up_k = here(ATEN.slice.Tensor, weight, 1, expansion.key_row, expansion.key_row + expansion.nope.width)
         up_v = here(ATEN.slice.Tensor, weight, 1, expansion.value_row, expansion.value_row + expansion.value_width)
         q_latent = _absorb_query(here, _columns(here, attention.q, expansion.nope), up_k, expansion)
@@ -79,9 +84,9 @@ class FuseSparseAttention(FusionPass):
         latent = build(graph, expansion.latent, attention.out)
         node = call(
             graph,
-            torch.ops.kimigraph.sparse_attention.default,
+            OPERATORS["sparse_attention"].overload,
             (q_latent, q_rope, latent, rope, site.picks),
-            {"scale": attention.scale},
+            {"scale": attention.scale, "descriptor": site.descriptor},
             like=attention.sink,
             before=attention.out,
             replaces=[step for step in attention.path if step.target in _NAMED],
@@ -107,7 +112,8 @@ class _Emitter:
         return call(self.graph, target, args, like=self.place, before=self.place)
 
 
-def _checked(graph: Graph, attention: Attention, expansion: LatentExpansion) -> AttentionSite:
+def _checked(program: CapturedProgram, attention: Attention, expansion: LatentExpansion) -> AttentionSite:
+    graph = program.graph_module.graph
     want = (expansion.batch, expansion.tokens, expansion.keys)
     picks = selection_of(graph, attention.sink, attention.masks, want)
     if picks is None:
@@ -119,7 +125,11 @@ def _checked(graph: Graph, attention: Attention, expansion: LatentExpansion) -> 
         if found is not None:
             require_unwritten(graph, what, found, attention.out)
     require_unwritten(graph, "the query", Operand(attention.q, (), attention.sink), attention.out)
-    return AttentionSite(attention, expansion, picks)
+    descriptor = descriptor_of(program, expansion.latent.node)
+    rope = expansion.rope_cache
+    if rope is not None and descriptor_of(program, rope.node) != descriptor:
+        raise Refused(f"latent and rope cache are described differently: {descriptor or 'not at all'}", rope.node)
+    return AttentionSite(attention, expansion, picks, descriptor)
 
 
 def _columns(here: _Emitter, q: Node, wanted: Piece) -> Node:

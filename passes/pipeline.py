@@ -95,7 +95,7 @@ def _check_names(config: CompileConfig, registry: PassRegistry) -> None:
 
 def _split(text: str) -> Iterator[tuple[str, str]]:
     """(name, text between the braces) of each pass."""
-    position = 0
+    text, position = text.strip(), 0
     while position < len(text) or (position and text[position - 1] == ","):
         match = _PASS.match(text, position)
         if match is None:

@@ -7,11 +7,11 @@ from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, expa
 
 TILE = (128, 64, 256)  # keys, heads and channels of one product
 TILE_FP32 = (64, 64, 32)
-SELECT_BLOCK = 4096
+SELECT_BLOCK = 4096  # codes a step of the selection; the packed running counts need it below 2 ** 15
 
 
-def build(request: KernelRequest) -> KernelModule:
-    """``[B, S, H, D]`` queries over ``[B, T, D]`` keys or pages; any sizes."""
+def build(request: KernelRequest, *, select_block: int = SELECT_BLOCK) -> KernelModule:
+    """``[B, S, H, D]`` queries over ``[B, T, D]`` keys or pages, any sizes; ``select_block`` codes a selection step."""
     q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
     lengths, mask, table = (request.tensors.get(name) for name in ("lengths", "mask", "block_table"))
     batch, tokens, heads, width = q.shape
@@ -55,7 +55,7 @@ def build(request: KernelRequest) -> KernelModule:
         "T": total,
         "K": top,
         "LENGTH_STRIDE": length_stride,
-        "BLOCK": min(padded(total, 16), SELECT_BLOCK),
+        "BLOCK": min(padded(total, 16), select_block),
     }
     score_options = {"num_warps": 4 if block_t >= 64 else 2, "num_stages": 1 if block_s == 1 else 2}
     select_options = {"num_warps": min(max(select["BLOCK"] // 256, 1), 16), "num_stages": 1}

@@ -53,15 +53,13 @@ def window_input(
     QKV_STRIDE: tl.constexpr,
     CONV_STRIDE: tl.constexpr,
     N: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
-    """Raw input ``time`` steps before ``token`` as fp32, in the precision that the convolution state keeps."""
+    """Raw input ``time`` steps before ``token`` as fp32, from this step's tokens or from the convolution state."""
     at = token - time
     # A first token finds all but its own input in the state, a token at least ``time`` finds none there.
     if time < S:
         place = qkv_row + at.to(tl.int64) * QKV_STRIDE[1] + channel * QKV_STRIDE[2]
-        new = tl.load(place, mask=inside & (at >= 0), other=0.0)
-        value = narrow(new.to(tl.float32), conv_row, INTERPRET).to(tl.float32)
+        value = tl.load(place, mask=inside & (at >= 0), other=0.0).to(tl.float32)
     else:
         value = tl.zeros(channel.shape, tl.float32)
     if time > 0:
@@ -85,12 +83,11 @@ def short_convolution(
     TAP_STRIDE: tl.constexpr,
     N: tl.constexpr,
     W: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
     """SiLU of the causal depthwise convolution at ``token``."""
     mixed = tl.zeros(channel.shape, tl.float32)
     for time in tl.static_range(W - 1, -1, -1):
-        value = window_input(qkv_row, conv_row, channel, inside, token, time, S, QKV_STRIDE, CONV_STRIDE, N, INTERPRET)
+        value = window_input(qkv_row, conv_row, channel, inside, token, time, S, QKV_STRIDE, CONV_STRIDE, N)
         tap = tl.load(conv_weight + channel * TAP_STRIDE[0] + (W - 1 - time) * TAP_STRIDE[1], mask=inside, other=0.0)
         mixed += value * tap.to(tl.float32)
     return mixed * sigmoid(mixed)
@@ -210,49 +207,13 @@ def kda_step(
     for step in range(S):
         token = tl.full([], step, tl.int32)
         query = short_convolution(
-            qkv_row,
-            conv_row,
-            conv_weight,
-            q_channel,
-            in_k,
-            token,
-            S,
-            QKV_STRIDE,
-            CONV_STRIDE,
-            TAP_STRIDE,
-            N,
-            W,
-            INTERPRET,
+            qkv_row, conv_row, conv_weight, q_channel, in_k, token, S, QKV_STRIDE, CONV_STRIDE, TAP_STRIDE, N, W
         )
         key = short_convolution(
-            qkv_row,
-            conv_row,
-            conv_weight,
-            k_channel,
-            in_k,
-            token,
-            S,
-            QKV_STRIDE,
-            CONV_STRIDE,
-            TAP_STRIDE,
-            N,
-            W,
-            INTERPRET,
+            qkv_row, conv_row, conv_weight, k_channel, in_k, token, S, QKV_STRIDE, CONV_STRIDE, TAP_STRIDE, N, W
         )
         value = short_convolution(
-            qkv_row,
-            conv_row,
-            conv_weight,
-            v_channel,
-            in_v,
-            token,
-            S,
-            QKV_STRIDE,
-            CONV_STRIDE,
-            TAP_STRIDE,
-            N,
-            W,
-            INTERPRET,
+            qkv_row, conv_row, conv_weight, v_channel, in_v, token, S, QKV_STRIDE, CONV_STRIDE, TAP_STRIDE, N, W
         )
         gate_row = gate + sequence * GATE_STRIDE[0] + token.to(tl.int64) * GATE_STRIDE[1] + head * GATE_STRIDE[2]
         decay = decay_of(gate_row, dt_bias, a_log, head, k, in_k, GATE_STRIDE, BIAS_STRIDE, RATE_STRIDE, LOWER_BOUND)

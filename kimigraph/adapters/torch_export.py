@@ -3,9 +3,11 @@
 """``torch.export`` down to a functional ATen graph."""
 
 import logging
+import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import torch
@@ -43,7 +45,9 @@ class FunctionalGraph:
     out_spec: Any
 
 
-def export_functional(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool) -> FunctionalGraph:
+def export_functional(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool
+) -> FunctionalGraph:
     """Export ``module`` and make its graph functional, composite operators such as matmul kept whole."""
     with torch.no_grad(), _quiet():
         exported = torch.export.export(module, args, kwargs, strict=strict).run_decompositions({})
@@ -52,13 +56,16 @@ def export_functional(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Without the log lines in which torch.export explains failures that are raised anyway."""
+    """Without what torch.export prints and logs about failures that are raised anyway, and without the warnings that its
+    own use of deprecated functions causes."""
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental", "torch._dynamo", "torch.export")]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        yield
+        with warnings.catch_warnings(), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

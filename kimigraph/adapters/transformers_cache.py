@@ -98,14 +98,14 @@ def cache_tensors(cache: Any) -> tuple[CacheTensor, ...]:
     return tuple(found)
 
 
-def _cache_tensor(
-    index: int, layer: Any, attribute: str, key: int | None, tensor: Tensor, role: str
-) -> CacheTensor:
+def _cache_tensor(index: int, layer: Any, attribute: str, key: int | None, tensor: Tensor, role: str) -> CacheTensor:
     if role == "index_key" and getattr(layer, "packed_index_keys", False):
         role = "index_packed"
     group = "state" if role in ("conv", "kda") else "cache"
     suffix = f"_{key}" if key else ""
-    return CacheTensor(f"{group}.{index}.{role}{suffix}", role, index, attribute, key, tuple(tensor.shape), tensor.dtype)
+    return CacheTensor(
+        f"{group}.{index}.{role}{suffix}", role, index, attribute, key, tuple(tensor.shape), tensor.dtype
+    )
 
 
 class CacheBuilder:

@@ -2,6 +2,7 @@
 # Reason: transformers builds its models from untyped configuration objects.
 """Models of transformers as one step: ``forward(input_ids, cache) -> logits`` with a flat dict of cache tensors."""
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,26 @@ class TransformersStep(nn.Module):
             return model.lm_head(hidden)
         result = model(input_ids=input_ids, cache=rebuilt, use_cache=True)
         return result.logits if hasattr(result, "logits") else result.last_hidden_state
+
+
+def require_transformers(model_type: str) -> None:
+    """UsageError, with the remedy, unless an installed transformers has that model type."""
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise UsageError(
+            f"model_type {model_type!r} needs transformers, which is not installed: pip install 'kimigraph[hf]'"
+        ) from error
+    try:
+        AutoConfig.for_model(model_type)
+    except ValueError as error:
+        from transformers import __version__
+
+        raise UsageError(
+            f"transformers {__version__} has no model_type {model_type!r}: pip install 'kimigraph[hf]' brings one that has"
+        ) from error
+    # Its advice to install kernels for eager runs would stand between the lines of a compilation.
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
 
 def read_config(document: dict[str, Any], place: str) -> Any:
@@ -121,7 +142,9 @@ def _model_class(config: Any) -> Any:
 
 def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters in ``dtype``, except those that the model says must stay in fp32."""
-    strict = [name for module in model.modules() for name in getattr(module, "_keep_in_fp32_modules_strict", None) or ()]
+    strict = [
+        name for module in model.modules() for name in getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+    ]
     kept = re.compile("|".join(rf"(^|\.){re.escape(name)}(\.|$)" for name in sorted(set(strict))) or "$^")
     persistent = set(model.state_dict())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -166,5 +189,7 @@ def known_fields(model_type: str) -> set[str]:
 
     kind = type(AutoConfig.for_model(model_type))
     kinds = [kind, *getattr(kind, "sub_configs", {}).values()]
-    names = {name for each in kinds for name in dir(each) if not name.startswith("_") and not callable(getattr(each, name))}
+    names = {
+        name for each in kinds for name in dir(each) if not name.startswith("_") and not callable(getattr(each, name))
+    }
     return names.union(*(getattr(each, "attribute_map", {}) for each in kinds))

@@ -24,7 +24,13 @@ def capture(source: ModelSource, config: CompileConfig) -> CapturedProgram:
         model_type=source.model_type,
         shape_key=source.shape_key,
         random_weights=source.random_weights,
-        notes=[*source.notes, *program.info.get("notes", [])],
+        notes=[*source.notes, *_unmarked(config, source)],
         **shape,
     )
     return program
+
+
+def _unmarked(config: CompileConfig, source: ModelSource) -> list[str]:
+    if config.marks or source.phase != "prefill":
+        return []
+    return ["captured without marks: unmarked chunked delta rules and their convolutions stay ATen"]

@@ -1,11 +1,11 @@
 """What went wrong in a capture, in the user's terms."""
 
+import re
 import traceback
 from pathlib import Path
 from types import TracebackType
 
 import torch
-from torch.fx import Node
 
 from kimigraph.ir.errors import CaptureError
 
@@ -32,15 +32,33 @@ def describe_failure(name: str, error: BaseException) -> CaptureError:
             f"{name} cannot be captured: the code{where} decides by the value of a tensor, and a graph holds one path only. "
             "Write the choice with torch.where, take the value as a Python argument, or move the choice out of the model"
         )
+    if (constant := re.search(r"Constant (\S+) is mutated", text)) is not None:
+        return hidden_state(name, [constant.group(1)])
     return CaptureError(f"{name} cannot be captured: {type(error).__name__}{where}: {_shorten(text)}")
+
+
+def hidden_state(name: str, tensors: list[str]) -> CaptureError:
+    """The error for tensors that a model changes although nothing tells a graph about them."""
+    return CaptureError(
+        f"{name} changes {', '.join(tensors[:3])} in place, which is neither an argument nor a registered buffer, so the "
+        "change would be missing from the graph: pass the tensor as an argument of forward, or use register_buffer"
+    )
 
 
 def user_line(trace: TracebackType | None) -> str:
     """``file:line`` of the innermost frame outside of torch and of this package's capture, or an empty string."""
-    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(__file__).parent.parent / "adapters"))
+    skipped = (
+        str(Path(torch.__file__).parent),
+        str(Path(__file__).parent),
+        str(Path(__file__).parent.parent / "adapters"),
+    )
     for frame in reversed(traceback.extract_tb(trace)):
         path = frame.filename
-        if not path.startswith(skipped) and not path.startswith("<") and "/lib/python" not in path.replace("site-packages", ""):
+        if (
+            not path.startswith(skipped)
+            and not path.startswith("<")
+            and "/lib/python" not in path.replace("site-packages", "")
+        ):
             return f"{path}:{frame.lineno}"
     for frame in reversed(traceback.extract_tb(trace)):
         if not frame.filename.startswith(skipped) and not frame.filename.startswith("<"):
@@ -51,12 +69,3 @@ def user_line(trace: TracebackType | None) -> str:
 def _shorten(text: str, limit: int = 600) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
-
-def node_place(node: Node) -> str:
-    """``file:line`` of the user's code that a captured node came from, or an empty string."""
-    trace = str(node.meta.get("stack_trace", ""))
-    places = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    if not places:
-        return ""
-    path, line = places[-1].split(", ")[:2]
-    return f"{path.removeprefix('File ').strip(chr(34))}:{line.removeprefix('line ')}"

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from kimigraph.adapters.torch_export import FunctionalGraph, LiftedInput
 from kimigraph.capture.hints import CaptureHints, InputHint
-from kimigraph.capture.signature import Leaf, unique
+from kimigraph.capture.signature import Leaf, result_leaves, unique
 from kimigraph.ir.program import CapturedProgram, InputKind, InputSpec, OutputSpec
 
 
@@ -27,10 +27,15 @@ class _Planned:
 
 
 def flatten(
-    functional: FunctionalGraph, leaves: list[Leaf], mutated: set[str], hints: CaptureHints
+    functional: FunctionalGraph, state: dict[str, Tensor], leaves: list[Leaf], mutated: set[str], hints: CaptureHints
 ) -> CapturedProgram:
-    """The program of a re-inplaced graph. ``leaves`` are the call's leaves, in the order of the graph's arguments."""
-    planned = _bound_inputs(functional.inputs, mutated, hints) + _caller_inputs(functional.inputs, leaves, mutated, hints)
+    """The program of a re-inplaced graph.
+
+    ``state`` is the model's state dict, tied names included; ``leaves`` are the call's leaves, in the order of the
+    graph's arguments; ``mutated`` are the names of the placeholders that the graph writes.
+    """
+    planned = _bound_inputs(functional.inputs, state, mutated, hints)
+    planned += _caller_inputs(functional.inputs, leaves, mutated, hints)
     graph, remap = Graph(), dict[Node, Node]()
     inputs: list[InputSpec] = []
     for item in planned:
@@ -61,19 +66,22 @@ def _spec(name: str, item: _Planned) -> InputSpec:
     )
 
 
-def _bound_inputs(inputs: tuple[LiftedInput, ...], mutated: set[str], hints: CaptureHints) -> list[_Planned]:
+def _bound_inputs(
+    inputs: tuple[LiftedInput, ...], state: dict[str, Tensor], mutated: set[str], hints: CaptureHints
+) -> list[_Planned]:
     """Weights, buffers and constants that the graph uses; tied ones share a placeholder under their first name."""
     groups: dict[tuple[Any, ...], list[LiftedInput]] = {}
     for item in inputs:
         if item.value is not None and (item.node.users or item.node.name in mutated):
             groups.setdefault(_identity(item.value), []).append(item)
+    names = {_identity(tensor): name for name, tensor in reversed(list(state.items()))}
     planned: list[_Planned] = []
-    for group in groups.values():
+    for identity, group in groups.items():
         first = group[0]
         assert first.target is not None and first.value is not None
         nodes = tuple(item.node for item in group)
         written = any(node.name in mutated for node in nodes)
-        source = first.target.removeprefix(hints.prefix)
+        source = names.get(identity, first.target).removeprefix(hints.prefix)
         planned.append(_Planned(nodes, source, _kind(first, written), first.value, InputHint(), written))
     return planned
 
@@ -125,13 +133,20 @@ def _copy_body(
             results = node.args[0]
         elif node.op != "placeholder":
             copied = graph.node_copy(node, lambda old: remap[old])
-            copied.meta = dict(node.meta)
+            copied.meta = _meta(node, hints.prefix)
             remap[node] = copied
-    from kimigraph.capture.signature import result_leaves
-
     names = result_leaves(functional.out_spec)
     tensors = [(name, remap[leaf]) for name, leaf in zip(names, results, strict=True) if isinstance(leaf, Node)]
     if len(hints.outputs) == len(tensors):
         tensors = [(name, node) for name, (_, node) in zip(hints.outputs, tensors, strict=True)]
     graph.output(tuple(node for _, node in tensors))
     return tuple(OutputSpec(node.name, source) for source, node in tensors)
+
+
+def _meta(node: Node, prefix: str) -> dict[str, Any]:
+    """The node's meta, module paths without the wrapper's prefix."""
+    meta = dict(node.meta)
+    stack = meta.get("nn_module_stack")
+    if stack and prefix:
+        meta["nn_module_stack"] = {key: (path.removeprefix(prefix), kind) for key, (path, kind) in stack.items()}
+    return meta

@@ -40,7 +40,7 @@ def module_identity(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, An
 
 
 def call_digest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Twelve hex digits over structure, shapes, strides and dtypes of a call's arguments, and over its plain values."""
+    """Twelve hex digits over the structure, shapes, strides and dtypes of a call's arguments, and over its plain values."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     return _digest([str(spec), [_tensor(x) if isinstance(x, Tensor) else repr(x) for x in leaves]])[:12]
 
@@ -66,6 +66,8 @@ def _module(path: str, module: nn.Module) -> list[Any]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 

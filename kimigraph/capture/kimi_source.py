@@ -65,7 +65,12 @@ def _inputs(model_config: KimiK31Config, shape: StepShape) -> tuple[StepInput, .
         StepInput("input_ids", (shape.batch, shape.tokens), torch.int64, ids),
         StepInput("lengths", (shape.batch,), torch.int32, lengths),
         *(
-            StepInput(name, tuple(tensor.shape), tensor.dtype, InputHint("cache", descriptor=_descriptor(name, tensor, model_config)))
+            StepInput(
+                name,
+                tuple(tensor.shape),
+                tensor.dtype,
+                InputHint("cache", descriptor=_descriptor(name, tensor, model_config)),
+            )
             for name, tensor in caches.items()
         ),
     )

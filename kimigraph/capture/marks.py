@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from kimigraph.ir.config import CompileConfig
 
@@ -53,6 +54,11 @@ def marked(config: CompileConfig) -> Generator[None]:
                 setattr(module, name, original)
 
 
+def is_mark(node: Node) -> bool:
+    """Whether a captured node stands where a known function was."""
+    return node.op == "call_function" and getattr(node.target, "namespace", None) == "kimigraph"
+
+
 def _kda_prefill(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, l2_norm: bool, layout: str
 ) -> tuple[Tensor, Tensor]:
@@ -78,7 +84,9 @@ def _transformers_chunks(
     return out.to(query.dtype), state if output_final_state else None
 
 
-def _kimi_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
+def _kimi_chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor
+) -> tuple[Tensor, Tensor]:
     """``chunk_kimi_delta_attention`` of ``kimigraph.models.kimi_k31``: states are [B, H, V, K]."""
     return _kda_prefill(q, k, v, g, beta, initial_state, True, "vk")
 

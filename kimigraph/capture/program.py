@@ -10,7 +10,7 @@ from kimigraph.adapters.torch_export import FunctionalGraph, export_functional
 from kimigraph.capture.errors import describe_failure
 from kimigraph.capture.flatten import flatten
 from kimigraph.capture.hints import CaptureHints
-from kimigraph.capture.marks import marked
+from kimigraph.capture.marks import is_mark, marked
 from kimigraph.capture.random import check_deterministic
 from kimigraph.capture.reinplace import reinplace
 from kimigraph.capture.signature import call_leaves, normalize_call
@@ -40,7 +40,11 @@ def capture_module(
         functional = _export(module, args, kwargs, name)
     check_deterministic(functional.graph, name)
     statistics = reinplace(functional)
-    program = flatten(functional, call_leaves(module, args, kwargs), set(functional.mutations), hints)
+    state, leaves = module.state_dict(keep_vars=True), call_leaves(module, args, kwargs)
+    program = flatten(functional, state, leaves, set(functional.mutations), hints)
+    for node in program.graph_module.graph.nodes:
+        if is_mark(node):
+            node.meta["via"] = "mark"
     program.info.update(
         source=name,
         phase=config.phase,

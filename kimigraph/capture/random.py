@@ -4,8 +4,8 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from kimigraph.capture.errors import node_place
 from kimigraph.ir.errors import CaptureError
+from kimigraph.ir.provenance import module_path, source_line
 
 ATEN = torch.ops.aten
 
@@ -15,8 +15,8 @@ def check_deterministic(graph: Graph, name: str) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload) and _draws(node):
             raise CaptureError(
-                f"{name} draws random numbers ({node.target} at {node_place(node) or node.name}): call model.eval() to "
-                "switch dropout off, or pass the random tensor as an argument"
+                f"{name} draws random numbers: {node.target} in {module_path(node) or 'forward'}, {source_line(node)}. Call "
+                "model.eval() to switch dropout off, or pass the random tensor as an argument"
             )
 
 
@@ -25,7 +25,9 @@ def _draws(node: Node) -> bool:
     assert isinstance(target, OpOverload)
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    arguments = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    arguments = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False)) | dict(
+        node.kwargs
+    )
     if "dropout" in target._schema.name:
         rate = arguments.get("p", 0.5)
         return bool(arguments.get("train", True)) and rate != 0

@@ -148,7 +148,9 @@ def _restore_calls(graph: Graph, in_place: set[Node]) -> None:
             written: dict[str, Any] = {}
             for name, argument in call.written.items():
                 base = bases[argument.base]
-                written[name] = base if argument.region is None else _derived(graph, argument.region[0], base, argument.region[1])
+                written[name] = (
+                    base if argument.region is None else _derived(graph, argument.region[0], base, argument.region[1])
+                )
             new = graph.call_function(call.operator, (), {**call.plain, **written})
             _positional(new, call.operator)
         new.meta = {key: item for key, item in node.meta.items() if key != "val"}
@@ -225,4 +227,3 @@ def _drop_dead_views(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if is_view(node) and not node.users:
             graph.erase_node(node)
-

@@ -20,7 +20,9 @@ class Leaf:
     value: Any
 
 
-def normalize_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def normalize_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call with keyword arguments in the order of the signature."""
     order = list(inspect.signature(module.forward).parameters)
     position = {name: place for place, name in enumerate(order)}

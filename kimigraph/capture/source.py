@@ -67,7 +67,11 @@ class ModelSource:
         """What identifies the captured graph before it is captured: plain JSON, equal in every process."""
         loaded = self.load("meta") if self.shape is not None else self.loaded
         call = loaded.arguments(None) if self.shape is None else None
-        return {"document": self.document, "random_weights": self.random_weights, **module_identity(loaded.module, call)}
+        return {
+            "document": self.document,
+            "random_weights": self.random_weights,
+            **module_identity(loaded.module, call),
+        }
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -18,8 +18,6 @@ from kimigraph.capture.weights import dtype_name, dtype_named, seed_weights
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.descriptors import ConvDescriptor, IndexKeyDescriptor, LatentDescriptor, StateDescriptor
 
-MODEL_TYPES = adapter.MODEL_TYPES
-
 
 def transformers_source(
     directory: Path,
@@ -29,6 +27,7 @@ def transformers_source(
     implementations: adapter.Implementations | None = None,
 ) -> ModelSource:
     """The source of a transformers model. ``weight_seed`` seeds its weights; None reads them from ``directory``."""
+    adapter.require_transformers(document["model_type"])
     known = adapter.known_fields(document["model_type"])
     document = apply_overrides(document, config.overrides, known, "text_config")
     model_config = adapter.read_config(document, str(directory / "config.json"))

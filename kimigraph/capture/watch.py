@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kimigraph.ir.errors import CaptureError
+from kimigraph.capture.errors import hidden_state
 
 _SKIPPED = (type, nn.Module, torch.Generator)
 
@@ -14,8 +14,8 @@ _SKIPPED = (type, nn.Module, torch.Generator)
 class StateWatch:
     """Holds copies of all tensors of a module but its parameters while the block runs, and compares them afterwards.
 
-    Tracing runs the model's Python: a tensor that is neither an argument nor a registered buffer is really changed by it,
-    and its later changes are missing from the graph. Such a tensor gets its value back and CaptureError names it.
+    Tracing runs the model's Python: a tensor that is neither an argument nor a registered buffer is really changed by
+    it, and its later changes are missing from the graph. Such a tensor gets its value back and CaptureError names it.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -27,25 +27,25 @@ class StateWatch:
     def __enter__(self) -> "StateWatch":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         changed = [key for key, (tensor, copy) in self._copies.items() if not _same_bits(tensor, copy)]
         with torch.no_grad():
             for key in changed:
                 tensor, copy = self._copies[key]
                 tensor.copy_(copy)
         if changed and error is None:
-            raise CaptureError(
-                f"{self._name} changes {', '.join(changed[:3])} in place, and that tensor is neither an argument nor a "
-                "registered buffer, so the change would be missing from the graph: pass the tensor as an argument of forward, "
-                "or register it with register_buffer"
-            )
+            raise hidden_state(self._name, changed)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype or a.device.type == "meta":
         return a.shape == b.shape and a.dtype == b.dtype
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else torch.equal(
-        a.reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8)
+    return (
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        if a.dim()
+        else torch.equal(a.reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8))
     )
 
 

@@ -1,5 +1,6 @@
 """The command line: one file per group of commands. Nothing here imports torch before a command needs it."""
 
+import io
 import sys
 
 
@@ -8,6 +9,9 @@ def main() -> None:
     try:
         from kimigraph.cli.app import make_app
 
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a path may hold what the terminal cannot show
+                stream.reconfigure(errors="backslashreplace")
         make_app()(prog_name="kimigraph")
     except KeyboardInterrupt:  # while starting up; a running command reports its own
         sys.exit(130)

@@ -1,7 +1,6 @@
 """The application: which commands there are and what they have in common."""
 
-import sys
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -22,20 +21,19 @@ artifact, 130 interrupted.
 
 
 def make_app() -> typer.Typer:
-    """The ``kimigraph`` application. Help is decorated on a terminal and plain text elsewhere."""
-    markup: Literal["rich"] | None = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
+    """The ``kimigraph`` application. Its help is plain text, the same on a terminal and in a pipe."""
     app = typer.Typer(
         help=HELP,
         no_args_is_help=True,
-        rich_markup_mode=markup,
+        rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
     compile_command.register(app)
     run.register(app)
-    app.add_typer(passes.make_group(markup), name="passes")
-    app.add_typer(dumps.make_group(markup), name="dumps")
+    app.add_typer(passes.make_group(), name="passes")
+    app.add_typer(dumps.make_group(), name="dumps")
     return app
 
 

@@ -13,10 +13,6 @@ from kimigraph.ir import env
 from kimigraph.ir.config import TARGETS, CompileConfig
 from kimigraph.ir.errors import NumericsError
 
-SHAPE = "Shape (repeat an option to compile several shapes)"
-PIPELINE = "Passes"
-OUTPUT = "Output"
-
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
@@ -30,12 +26,10 @@ def _compile(
             metavar="SOURCE", help="Directory with config.json and *.safetensors, or package.module:function."
         ),
     ],
-    phase: Annotated[
-        Literal["decode", "prefill"], typer.Option(help="What the program does.", rich_help_panel=SHAPE)
-    ] = "decode",
+    phase: Annotated[Literal["decode", "prefill"], typer.Option(help="What the program does.")] = "decode",
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, metavar="N", help="Sequences in a step. [default: 1]", rich_help_panel=SHAPE),
+        typer.Option(min=1, metavar="N", help="Sequences in a step. [default: 1]"),
     ] = None,
     tokens: Annotated[
         list[int] | None,
@@ -43,7 +37,6 @@ def _compile(
             min=1,
             metavar="N",
             help="New tokens per sequence. [default: 1 for decode, the context for prefill]",
-            rich_help_panel=SHAPE,
         ),
     ] = None,
     context: Annotated[
@@ -52,7 +45,6 @@ def _compile(
             min=1,
             metavar="N",
             help="Cache capacity per sequence. [default: 4096, at most the model's]",
-            rich_help_panel=SHAPE,
         ),
     ] = None,
     target: Annotated[str, typer.Option(metavar="TARGET", help=f"One of {', '.join(TARGETS)}.")] = "auto",
@@ -62,27 +54,19 @@ def _compile(
     ] = None,
     opt_level: Annotated[
         int,
-        typer.Option(
-            "-O", min=0, max=3, metavar="LEVEL", help="0 runs no passes, 1 to 3 run them.", rich_help_panel=PIPELINE
-        ),
+        typer.Option("-O", min=0, max=3, metavar="LEVEL", help="0 runs no passes, 1 to 3 run them."),
     ] = 2,
     passes: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="The pipeline to run instead of the level's.", rich_help_panel=PIPELINE),
+        typer.Option(metavar="TEXT", help="The pipeline to run instead of the level's."),
     ] = None,
-    disable_pass: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Leave a pass out.", rich_help_panel=PIPELINE)
-    ] = None,
+    disable_pass: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Leave a pass out.")] = None,
     require_fusion: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Exit with 4 unless this fusion fires.", rich_help_panel=PIPELINE),
+        typer.Option(metavar="NAME", help="Exit with 4 unless this fusion fires."),
     ] = None,
-    stop_after: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Run no pass after this one.", rich_help_panel=PIPELINE)
-    ] = None,
-    no_marks: Annotated[
-        bool, typer.Option("--no-marks", help="Capture without marking known functions.", rich_help_panel=PIPELINE)
-    ] = False,
+    stop_after: Annotated[str | None, typer.Option(metavar="NAME", help="Run no pass after this one.")] = None,
+    no_marks: Annotated[bool, typer.Option("--no-marks", help="Capture without marking known functions.")] = False,
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Use seeded weights instead of a checkpoint.")
     ] = False,
@@ -93,25 +77,17 @@ def _compile(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Artifact directory. [default: ./<source>-<phase>-<shape>]", rich_help_panel=OUTPUT
-        ),
+        typer.Option(metavar="DIR", help="Artifact directory. [default: ./<source>-<phase>-<shape>]"),
     ] = None,
-    dump_passes: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the graph after each pass.", rich_help_panel=OUTPUT)
-    ] = None,
+    dump_passes: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the graph after each pass.")] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with the eager model; exit with 3 on a difference.")
     ] = False,
-    time_passes: Annotated[
-        bool, typer.Option("--time-passes", help="Report the seconds of each pass.", rich_help_panel=OUTPUT)
-    ] = False,
+    time_passes: Annotated[bool, typer.Option("--time-passes", help="Report the seconds of each pass.")] = False,
     cache: Annotated[
         Literal["use", "off", "readonly", "refresh"], typer.Option(help="How to use the compile cache.")
     ] = "use",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of the summary.", rich_help_panel=OUTPUT)
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the summary.")] = False,
 ) -> None:
     """Compile SOURCE to a directory with the host program and its kernels.
 

@@ -1,7 +1,7 @@
 """``kimigraph dumps``."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,9 @@ Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Directory that -
 Number = Annotated[int, typer.Argument(metavar="N", min=0, help="Number of a dump; 0 is the captured graph.")]
 
 
-def make_group(markup: Literal["rich"] | None) -> typer.Typer:
+def make_group() -> typer.Typer:
     """The group with its commands."""
-    group = typer.Typer(help="Read the dumps of --dump-passes.", no_args_is_help=True, rich_markup_mode=markup)
+    group = typer.Typer(help="Read the dumps of --dump-passes.", no_args_is_help=True, rich_markup_mode=None)
     group.command("list")(reports_errors(_list))
     group.command("show")(reports_errors(_show))
     group.command("diff")(reports_errors(_diff))

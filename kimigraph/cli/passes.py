@@ -1,7 +1,7 @@
 """``kimigraph passes``."""
 
 import inspect
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -9,9 +9,9 @@ from kimigraph.cli.console import print_columns, progress
 from kimigraph.cli.errors import reports_errors
 
 
-def make_group(markup: Literal["rich"] | None) -> typer.Typer:
+def make_group() -> typer.Typer:
     """The group with its commands."""
-    group = typer.Typer(help="Show the passes of the pipeline.", no_args_is_help=True, rich_markup_mode=markup)
+    group = typer.Typer(help="Show the passes of the pipeline.", no_args_is_help=True, rich_markup_mode=None)
     group.command("list")(reports_errors(_list))
     group.command("show")(reports_errors(_show))
     return group

@@ -40,7 +40,7 @@ def _run(
     if artifact_target(artifact) == "cpu":
         env.enable_interpreter()  # before the first import of triton, which the next line may bring
     with progress():
-        from kimigraph.compiler import run_artifact
+        from kimigraph.run import run_artifact
 
         result = run_artifact(artifact, weights, inputs, repeat)
     if as_json:

@@ -184,8 +184,10 @@ def _parse(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kernel(record: dict[str, Any]) -> KernelRecord:
-    cubins = tuple(CubinRecord(**cubin) for cubin in record["cubins"])
-    return KernelRecord(**{**record, "replaces": tuple(record["replaces"]), "cubins": cubins})
+    fields: dict[str, Any] = dict(record)
+    fields["replaces"] = tuple(record["replaces"])
+    fields["cubins"] = tuple(CubinRecord(**cubin) for cubin in record["cubins"])
+    return KernelRecord(**fields)
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def extract_region(graph_module: GraphModule, nodes: Collection[Node], name: str
 
 
 def inline_region(graph_module: GraphModule, call: Node) -> list[Node]:
-    """Put the nodes of a region back in place of its call; returns them in order.
+    """Put the nodes of a region back in place of its call, under their old names where free; returns them in order.
 
     The child module goes when nothing else calls it. Raises CompileError when ``call`` runs no region.
     """
@@ -56,21 +56,25 @@ def inline_region(graph_module: GraphModule, call: Node) -> list[Node]:
     placeholders = [node for node in child.graph.nodes if node.op == "placeholder"]
     values: dict[Node, Node] = dict(zip(placeholders, _nodes(call.args), strict=True))
     copied: list[Node] = []
-    result: Any = None
     with graph.inserting_before(call):
         for node in child.graph.nodes:
-            if node.op == "output":
-                result = node.args[0]
-            elif node.op != "placeholder":
+            if node.op not in ("placeholder", "output"):
                 values[node] = graph.node_copy(node, lambda inner: values[inner])
                 copied.append(values[node])
-    if isinstance(result, Node):
-        call.replace_all_uses_with(values[result])
-    for item in list(call.users):
-        index: Any = item.args[1]
-        item.replace_all_uses_with(values[result[index]])
-        graph.erase_node(item)
+    results: Any = next(iter(reversed(child.graph.nodes))).args[0]
+    if isinstance(results, Node):
+        call.replace_all_uses_with(values[results])
+    else:
+        for item in list(call.users):
+            index: Any = item.args[1]
+            item.replace_all_uses_with(values[results[index]])
+            graph.erase_node(item)
     graph.erase_node(call)
+    taken = {node.name for node in graph.nodes}
+    for inner, node in values.items():
+        # A graph never hands a name out twice, though it is free again here.
+        if node in copied and inner.name not in taken:
+            node.name = inner.name
     if not any(node.op == "call_module" and node.target == call.target for node in graph.nodes):
         graph_module.delete_submodule(str(call.target))
     return copied

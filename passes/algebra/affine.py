@@ -51,7 +51,9 @@ class Affine:
         known = self.known + sign * other.known
         left = [replace(s, elements=s.elements.broadcast_to(known.shape)) for s in self.symbols]
         for symbol in other.symbols:
-            term = replace(symbol, coefficient=sign * symbol.coefficient, elements=symbol.elements.broadcast_to(known.shape))
+            term = replace(
+                symbol, coefficient=sign * symbol.coefficient, elements=symbol.elements.broadcast_to(known.shape)
+            )
             same = [s for s in left if s.node is term.node and torch.equal(s.elements, term.elements)]
             if same:
                 left.remove(same[0])

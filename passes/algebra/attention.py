@@ -1,4 +1,4 @@
-"""An attention in its two public spellings, brought to one form: scaled_dot_product_attention, and softmax of a product."""
+"""An attention in its two public spellings, the fused operator and softmax of a product, brought to one form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +22,7 @@ SCORE = Scaled("scale", Sum(Op("mul", Leaf("q"), Leaf("k")), "d"))
 class Attention:
     """softmax(scale * q k^T under ``masks``) v: q [B, H, S, D], k [B, H, T, D], v [B, H, T, V] in all spellings.
 
-    ``out`` is the node to replace, [B, H, S, V]; ``path`` the nodes that vanish with it, ``reader`` the one that reads k
-    and v.
+    ``out`` is the node to replace, [B, H, S, V]; ``path`` the nodes that vanish with it.
     """
 
     sink: Node
@@ -113,7 +112,7 @@ def _weighted_sum(sink: Node) -> tuple[Node, list[Node]]:
 
 
 def _node_of(leaf: Occurrence, want: Sequence[int], axes: Sequence[int]) -> Node:
-    """The node of the leaf's chain that has the wanted dims in order: the outermost one, so that its own views remain."""
+    """The outermost node of the leaf's chain that has the wanted dims in order: views below it may still matter."""
     names = [AXES[axis] for axis in axes] + ["d"]
     for start in range(len(leaf.chain), -1, -1):
         node = leaf.node_at(start)

@@ -104,7 +104,7 @@ class Occurrence:
         return {} if view is None else dict(zip(self.frame.axes, view.shape, strict=True))
 
     def strides(self, start: int = 0) -> tuple[dict[str, int], int] | None:
-        """Stride by axis family and offset over the chain's node number ``start`` (0 = the base); None if inexpressible.
+        """Stride by axis family, and offset, over the chain's node ``start`` (0 = the base); None if inexpressible.
 
         Of several axes of one family the last (innermost reduction) counts; the node must not vary along the others.
         """
@@ -142,13 +142,15 @@ def row_major(axes: str, sizes: Mapping[str, int]) -> dict[str, int]:
     return dict(zip(axes, strides, strict=True))
 
 
-def operand(what: str, occurrence: Occurrence, axes: str, sizes: Mapping[str, int]) -> Operand:
+def operand(
+    what: str, occurrence: Occurrence, axes: str, sizes: Mapping[str, int], want: Sequence[int] = ()
+) -> Operand:
     """The innermost node that holds the leaf as a tensor of exactly those axes, in that order.
 
-    The node of that very shape is preferred; else one of other shape and equal elements, to be viewed. Refused with the
-    nearest layout found when there is none, or when its type is none that the operators take.
+    A node of the shape ``want`` (default: one dim an axis) is preferred; else one of other shape and equal elements, to
+    be viewed. Refused with the nearest layout found when there is none.
     """
-    want = tuple(sizes[axis] for axis in axes)
+    want = tuple(want) or tuple(sizes[axis] for axis in axes)
     expected, seen = row_major(axes, sizes), "nothing of that size"
     exact: list[int] = []
     other: list[int] = []
@@ -187,7 +189,9 @@ def require_layout(what: str, occurrence: Occurrence, strides: Mapping[str, int]
     """Refuse unless the leaf varies over its base by exactly those strides per axis, from that offset."""
     found = occurrence.strides()
     if found is None or found[1] != offset or not _same(found[0], strides):
-        raise Refused(f"{what} has layout {found} over {occurrence.base.name}, wanted {(dict(strides), offset)}", occurrence.node)
+        raise Refused(
+            f"{what} has layout {found} over {occurrence.base.name}, wanted {(dict(strides), offset)}", occurrence.node
+        )
 
 
 def require_type(what: str, node: Node, allowed: Sequence[torch.dtype]) -> None:

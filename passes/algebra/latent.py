@@ -1,13 +1,14 @@
 """Multi-head latent attention: keys and values that are one bias-free linear of a cached latent."""
 
 from dataclasses import dataclass
+from math import prod
 
 from torch.fx import Node
 
 from kimigraph.passes.algebra.attention import Attention
 from kimigraph.passes.algebra.frames import Frame, Occurrence, Operand, operand
 from kimigraph.passes.algebra.layout import Layout, layout, peel
-from kimigraph.passes.algebra.nodes import FLOATS, dtype, packet, rank, shape
+from kimigraph.passes.algebra.nodes import FLOATS, argument, dtype, packet, rank, shape
 from kimigraph.passes.algebra.pieces import Piece, pieces, require_cover
 from kimigraph.passes.algebra.refusal import Refused
 
@@ -47,15 +48,17 @@ def expansion_of(attention: Attention) -> LatentExpansion:
     batch, heads, tokens, width = shape(attention.q)
     keys, value_width = shape(attention.k)[2], shape(attention.v)[3]
     linear, value_chain = peel(attention.v, casts="none")
-    if packet(linear) != "linear" or len(linear.args) > 2 and linear.args[2] is not None:
+    if packet(linear) != "linear" or (len(linear.args) > 2 and linear.args[2] is not None):
         raise Refused("the values are no bias-free linear of a latent", linear)
     parts = pieces(attention.k)
     require_cover(parts, width, attention.k)
-    weight, hidden = linear.args[1], linear.args[0]
+    weight, hidden = argument(linear, "weight"), argument(linear, "input")
     assert isinstance(weight, Node) and isinstance(hidden, Node)
     per_head = shape(weight)[0] // heads
     nope, rope, key_row = _split_keys(attention, parts, linear, per_head)
-    value_row = _row("values", attention.v, linear, layout(linear, value_chain), (batch, heads, keys, value_width), per_head)
+    value_row = _row(
+        "values", attention.v, linear, layout(linear, value_chain), (batch, heads, keys, value_width), per_head
+    )
     if not (key_row + nope.width <= value_row or value_row + value_width <= key_row):
         raise Refused("keys and values share rows of the weight", attention.v)
     sizes = {"b": batch, "t": keys, "l": shape(weight)[1]}
@@ -97,25 +100,20 @@ def _row(what: str, node: Node, linear: Node, found: Layout | None, want: tuple[
     wanted = (keys * total, per_head, total, 1)
     strides = tuple(0 if size == 1 else stride for size, stride in zip(want, wanted, strict=True))
     if found != Layout(want, strides, offset) or shape(linear)[-1] != total or offset + width > per_head:
-        raise Refused(f"the {what} have layout {found} over {linear.name}, wanted {Layout(want, strides, offset)}", node)
+        raise Refused(
+            f"the {what} have layout {found} over {linear.name}, wanted {Layout(want, strides, offset)}", node
+        )
     return offset
 
 
 def _cache(what: str, node: Node, reader: Node, axes: str, sizes: dict[str, int]) -> Operand:
     """The node that holds [B, T, .] below the input of the expanding linear."""
     base, chain = peel(node)
-    dims = [size for size in shape(node)]
+    dims = list(shape(node))
     frame = Frame(tuple(axes), lambda tensor: tensor.view([sizes[axis] for axis in axes]))
-    if dims[0] * _product(dims[1:-1]) != sizes["b"] * sizes["t"]:
+    if prod(dims[:-1]) != sizes["b"] * sizes["t"]:
         raise Refused(f"{what} has {dims}, wanted [B, T, L]", node)
     return operand(what, Occurrence(node, base, tuple(chain), frame, reader), axes, sizes)
-
-
-def _product(sizes: list[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
 
 
 def _rope_cache(rope: Piece | None, batch: int, heads: int, keys: int, attention: Attention) -> Operand | None:

@@ -12,7 +12,19 @@ import torch
 from torch.fx import Node
 
 from kimigraph.passes.algebra.layout import Broadcast, Step, layout
-from kimigraph.passes.algebra.nodes import COPIES, MASKED, argument, constant, dtype, is_cast, is_number, is_view, packet, rank, shape
+from kimigraph.passes.algebra.nodes import (
+    COPIES,
+    MASKED,
+    argument,
+    constant,
+    dtype,
+    is_cast,
+    is_number,
+    is_view,
+    packet,
+    rank,
+    shape,
+)
 
 Sense = Literal["keep", "drop", "add"]
 """What True (or the value) of a mask means: visible, hidden, or a term added to the score."""
@@ -24,9 +36,9 @@ COMPARISONS = frozenset(("le", "lt", "ge", "gt"))
 class Atom:
     """One condition of a conjunction.
 
-    ``kind``: "picks" (membership in a list of indices, ``index`` the list), "counted" (the same by scatter_add, ``index``
-    the scatter_add), "compare" (a comparison that must hold), "keep", "drop" or "add" (a tensor of that sense that says
-    no more). ``chain`` leads from ``node`` to the mask's frame.
+    ``kind``: "picks" (membership in a list of indices, ``index`` the list), "counted" (the same by scatter_add,
+    ``index`` the scatter_add), "compare" (a comparison that must hold), "keep", "drop" or "add" (a tensor of that sense
+    that says no more). ``chain`` leads from ``node`` to the mask's frame.
     """
 
     kind: str
@@ -101,7 +113,12 @@ def _marks(node: Node, keep: bool) -> bool:
 def _counted(node: Node, keep: bool) -> Node | None:
     """The scatter_add whose non-zero places a comparison with 0 keeps (or whose zeros it hides)."""
     source = node.args[0] if node.args else None
-    if not isinstance(source, Node) or packet(source) != "scatter_add" or len(node.args) < 2 or constant(node.args[1]) != 0:
+    if (
+        not isinstance(source, Node)
+        or packet(source) != "scatter_add"
+        or len(node.args) < 2
+        or constant(node.args[1]) != 0
+    ):
         return None
     return source if packet(node) in (("ne", "gt") if keep else ("eq", "le")) else None
 

@@ -20,7 +20,7 @@ CASTS = frozenset((ATEN._to_copy.default, ATEN.to.dtype, ATEN.to.dtype_layout))
 def shape(node: Node) -> tuple[int, ...]:
     """The static shape of a node's tensor. Refused when a size is symbolic or the node is no tensor."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+    if not isinstance(value, torch.Tensor) or any(isinstance(size, torch.SymInt) for size in value.shape):
         raise Refused("it has no static shape", node)
     return tuple(value.shape)
 

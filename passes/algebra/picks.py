@@ -17,10 +17,8 @@ from kimigraph.passes.algebra.rewrite import call, replace
 
 ATEN = torch.ops.aten
 SHAPE_ONLY = frozenset(("new_ones", "new_zeros", "new_empty", "new_full", "zeros_like", "ones_like", "empty_like"))
-ELEMENTWISE = frozenset(
-    ("masked_fill", "bitwise_not", "logical_not", "__and__", "__or__", "where", "add", "sub", "mul", "clamp", "clamp_min")
-    + ("ge", "gt", "le", "lt", "eq", "ne", "clone", "contiguous")
-)
+LOGIC = frozenset("bitwise_not logical_not __and__ __or__ ge gt le lt eq ne where masked_fill".split())
+ELEMENTWISE = LOGIC | frozenset("add sub mul clamp clamp_min clone contiguous".split())
 JOINING = frozenset(("cat", "pad", "constant_pad_nd"))
 
 
@@ -116,7 +114,7 @@ def _require_no_order(derived: set[Node]) -> None:
 
 
 def _require_masked(scatter: Node, hidden: Sequence[Atom]) -> None:
-    """Every attention that sees the marked keys must hide what the indexer hides: then a hidden pick changes nothing."""
+    """Each attention that sees the marked keys must hide what the indexer hides: a hidden pick then changes nothing."""
     for mask, sense in final_masks(scatter):
         lost = missing(hidden, atoms(mask, sense))
         if lost:

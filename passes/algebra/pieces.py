@@ -39,7 +39,9 @@ def pieces(node: Node) -> list[Piece]:
     name = packet(base)
     if name == "cat" and argument(base, "dim") in (-1, rank(base) - 1):
         parts = argument(base, "tensors")
-        return _side_by_side([part for part in parts if isinstance(part, Node)]) if isinstance(parts, list | tuple) else []
+        return (
+            _side_by_side([part for part in parts if isinstance(part, Node)]) if isinstance(parts, list | tuple) else []
+        )
     if name == "slice_scatter":
         return _overwritten(base)
     if name == "copy":

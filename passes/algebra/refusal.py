@@ -6,7 +6,7 @@ from kimigraph.ir.remarks import Remark
 
 
 class Refused(Exception):
-    """A rule cannot apply: ``reason`` for people, ``node`` at fault, ``score`` = pieces of evidence that held before."""
+    """A rule cannot apply: ``reason`` for people, ``node`` at fault, ``score`` = evidence that held before."""
 
     def __init__(self, reason: str, node: Node, score: int = 0) -> None:
         super().__init__(f"{reason} (at {node.name})")

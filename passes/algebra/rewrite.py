@@ -7,6 +7,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from kimigraph.ir.errors import CompileError
 from kimigraph.ir.fake import infer
 from kimigraph.passes.algebra.frames import Operand
 from kimigraph.passes.algebra.nodes import shape
@@ -53,14 +54,14 @@ def replace(old: Node, new: Node) -> None:
     """Hand all uses of ``old`` to ``new`` and infer what follows anew where the memory order differs.
 
     A ``view`` that the new strides do not allow becomes a ``reshape``.
+
+    Why strides may differ: fused attention hands out [B, S, H, D] memory, and the graph was captured to its liking.
     """
     old.replace_all_uses_with(new, propagate_meta=False)
     stale = {new}
     node = new.next
     while stale and node.op != "root":
         if node.op != "output" and any(argument in stale for argument in node.all_input_nodes):
-            if node.target is ATEN.view.default:
-                node.target = ATEN.reshape.default
             if _differs(node):
                 stale.add(node)
         node = node.next
@@ -68,7 +69,13 @@ def replace(old: Node, new: Node) -> None:
 
 def _differs(node: Node) -> bool:
     before = node.meta.get("val")
-    after = infer(node)
+    try:
+        after = infer(node)
+    except CompileError:
+        if node.target is not ATEN.view.default:
+            raise
+        node.target = ATEN.reshape.default
+        after = infer(node)
     return _form(before) != _form(after)
 
 

@@ -32,12 +32,12 @@ class FusionPass(Pass):
         remarks: list[Remark] = []
         for anchor in self.anchors(graph):
             try:
-                site = self.check(graph, anchor)
+                site = self.check(program, anchor)
             except Refused as refusal:
                 if refusal.score >= NEAR:
                     remarks.append(refusal.remark(self.name, anchor))
                 continue
-            remarks.append(self._passed(anchor, self.rewrite(graph, site)))
+            remarks.append(self._passed(anchor, self.rewrite(program, site)))
         fused = sum(remark.kind == "passed" for remark in remarks)
         erased = purity.dead_code(graph) if fused else 0
         if fused:
@@ -49,11 +49,11 @@ class FusionPass(Pass):
         """The nodes at which a site may end, in graph order."""
         raise NotImplementedError
 
-    def check(self, graph: Graph, anchor: Node) -> Any:
+    def check(self, program: CapturedProgram, anchor: Node) -> Any:
         """The site at that anchor. Raises ``Refused`` with the evidence that held; changes nothing."""
         raise NotImplementedError
 
-    def rewrite(self, graph: Graph, site: Any) -> Node:
+    def rewrite(self, program: CapturedProgram, site: Any) -> Node:
         """Replace a checked site; returns the new operator's node, whose ``meta["replaces"]`` names the old anchors."""
         raise NotImplementedError
 
@@ -71,7 +71,7 @@ class FusionPass(Pass):
 
 
 def require_unused_elsewhere(path: Sequence[Node], ends: Sequence[Node]) -> None:
-    """Refuse when a node that is to vanish is used by anything but the match: it would have to be computed all the same."""
+    """Refuse when a node that is to vanish is used outside the match: it would have to be computed all the same."""
     inside = {*path, *ends}
     for node in path:
         for user in node.users:
@@ -86,3 +86,9 @@ def require_unwritten(graph: Graph, what: str, operand: Operand, until: Node) ->
     writer = purity.mutation_between(graph, operand.node, operand.reader, until)
     if writer is not None:
         raise Refused(f"{what} {operand.node.name} is written between its use and {until.name}", writer)
+
+
+def descriptor_of(program: CapturedProgram, node: Node) -> str:
+    """The descriptor of the cache whose memory a node shares, or an empty text."""
+    root = purity.storage_root(node)
+    return next((spec.descriptor for spec in program.inputs if spec.name == root.name), "")

@@ -6,19 +6,20 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from kimigraph.ir.operators import OPERATORS
 from kimigraph.passes.algebra.lengths import Length, length_of_mask, length_of_node
 from kimigraph.passes.algebra.masks import Atom, MaskTerm, atoms, missing
 from kimigraph.passes.algebra.nodes import argument, constant, dtype, packet, rank, shape
 from kimigraph.passes.algebra.picks import source_of
 from kimigraph.passes.algebra.refusal import Refused
 
-INDEXER = torch.ops.kimigraph.lightning_indexer.default
+INDEXER = OPERATORS["lightning_indexer"].overload
 
 
 def selection_of(graph: Graph, sink: Node, masks: Sequence[MaskTerm], want: tuple[int, int, int]) -> Node | None:
-    """The indices [B, S, K] that alone decide what an attention [B, H, S, T] sees, ``want`` = (B, S, T); None without any.
+    """The indices [B, S, K] that alone decide what an attention [B, H, S, T] sees, None without any.
 
-    Refused when a further mask, a mask per head or another selection has a say.
+    ``want`` is (B, S, T). Refused when a further mask, a mask per head or another selection has a say.
     """
     conditions = [atom for mask in masks for atom in atoms(mask.node, mask.sense)]
     chosen = [atom for atom in conditions if atom.kind in ("picks", "counted")]
@@ -28,14 +29,15 @@ def selection_of(graph: Graph, sink: Node, masks: Sequence[MaskTerm], want: tupl
         raise Refused("more than one selection masks the attention", chosen[1].node)
     rest = [atom for atom in conditions if atom.kind not in ("picks", "counted")]
     for mask in masks:
-        sizes = shape(mask.node)
-        if len(sizes) >= 3 and sizes[-3] != 1 and want[0] * 0 + sizes[-3] > 1 and len(sizes) == 4:
+        if rank(mask.node) == 4 and shape(mask.node)[1] != 1:
             raise Refused("the mask differs from head to head", mask.node)
     index = chosen[0].index
     assert index is not None
     if chosen[0].kind == "counted":
         if rest:
-            raise Refused(f"the attention has a mask besides its list: {rest[0].kind} {rest[0].node.name}", rest[0].node)
+            raise Refused(
+                f"the attention has a mask besides its list: {rest[0].kind} {rest[0].node.name}", rest[0].node
+            )
         return _listed(index, want)
     picks = source_of(index)
     if picks.target is not INDEXER:
@@ -57,7 +59,9 @@ def _listed(scatter_add: Node, want: tuple[int, int, int]) -> Node:
     listed = clamp.args[0]
     if not isinstance(listed, Node) or packet(valid) not in ("__and__", "bitwise_and", "logical_and"):
         raise Refused("entries of the list are counted by another rule than their range", valid)
-    bounds = {(packet(test), test.args[1]) for test in valid.args[:2] if isinstance(test, Node) and test.args[0] is listed}
+    bounds = {
+        (packet(test), test.args[1]) for test in valid.args[:2] if isinstance(test, Node) and test.args[0] is listed
+    }
     if bounds != {("ge", 0), ("lt", keys)}:
         raise Refused("entries of the list are counted by another rule than their range", valid)
     if shape(listed)[:2] != want[:2] or rank(listed) != 3 or dtype(listed) is not torch.int32:
@@ -89,7 +93,9 @@ def _require_indexers_mask(
                 raise Refused(f"the attention's mask {atom.node.name} is another length than the indexer's", atom.node)
         lost = [lengths] if not open_atoms else []
     elif open_atoms:
-        raise Refused(f"the attention has a mask that the indexer has not: {open_atoms[0].node.name}", open_atoms[0].node)
+        raise Refused(
+            f"the attention has a mask that the indexer has not: {open_atoms[0].node.name}", open_atoms[0].node
+        )
     else:
         lost = []
     lost += [atom.node for atom in missing(hidden, rest)]
@@ -100,14 +106,13 @@ def _require_indexers_mask(
 def _length(atom: Atom, masks: Sequence[MaskTerm], want: tuple[int, int, int]) -> Length:
     for mask in masks:
         if atom.key() in {other.key() for other in atoms(mask.node, mask.sense)}:
-            return length_of_mask(atom, _place(mask, want), want)
+            return length_of_mask(atom, _place(want), want)
     raise Refused("the mask is not of this attention", atom.node)
 
 
-def _place(mask: MaskTerm, want: tuple[int, int, int]) -> Callable[[Tensor], Tensor]:
+def _place(want: tuple[int, int, int]) -> Callable[[Tensor], Tensor]:
     """From a tensor of the mask's shape, broadcastable to [B, H, S, T], to [B, S, T]."""
     batch, tokens, keys = want
-    del mask
 
     def place(tensor: Tensor) -> Tensor:
         while tensor.dim() < 4:

@@ -27,7 +27,7 @@ def _no_numbers() -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Match:
-    """What a pattern bound: leaves and bound results by name, numbers by name, and the nodes it stands for, in order."""
+    """What a pattern bound: leaves and results by name, numbers by name, and the nodes it stands for, in order."""
 
     leaves: Mapping[str, tuple[Occurrence, ...]] = field(default_factory=_no_leaves)
     numbers: Mapping[str, float] = field(default_factory=_no_numbers)
@@ -89,15 +89,26 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Leaf(Pattern):
-    """Any tensor; ``name`` binds the tensor below its views and value-keeping casts."""
+    """Any tensor, bound below its views and casts, that does not vary along the axes ``constant_along``.
+
+    ``casts`` as in ``layout.peel``: roundings between float types belong to the operand unless "float" says otherwise.
+    """
 
     name: str
+    constant_along: str = ""
+    casts: str = "widening"
 
     def match(self, value: Any, frame: Frame, match: Match, trace: Trace, user: Node | None = None) -> Match | None:
         if not isinstance(value, Node):
             return None
-        base, chain = peel(value)
-        extended = match.with_leaf(self.name, Occurrence(value, base, tuple(chain), frame, user))
+        base, chain = peel(value, self.casts)
+        occurrence = Occurrence(value, base, tuple(chain), frame, user)
+        if self.constant_along:
+            found = occurrence.strides()
+            if found is None or any(found[0].get(axis, 0) for axis in self.constant_along):
+                trace.miss(match, base, f"'{self.name}' that is the same along {self.constant_along}")
+                return None
+        extended = match.with_leaf(self.name, occurrence)
         if extended is None:
             trace.miss(match, base, f"the same '{self.name}' as before ({match.base(self.name).name})")
         return extended
@@ -153,7 +164,9 @@ def _plain(node: Node, operands: int) -> bool:
     if len(node.args) < operands:
         return False
     declared = getattr(getattr(node.target, "_schema", None), "arguments", ())
-    further = [argument(node, item.name) == item.default_value for item in declared[operands:] if item.has_default_value()]
+    further = [
+        argument(node, item.name) == item.default_value for item in declared[operands:] if item.has_default_value()
+    ]
     return all(further)
 
 

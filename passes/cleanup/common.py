@@ -13,7 +13,7 @@ def merge_common(graph: Graph) -> int:
     """Merge equal pure nodes in place; returns how many went.
 
     Two nodes are equal when operator and arguments are, literals by type and bits. They stay apart when a storage that
-    they read, or their own, is written behind the first of them, and when both end in outputs: the caller may write
+    they read is written between them, when their own is written, and when both end in outputs: the caller may write
     into one and must not find it in the other. Random numbers are never pure, so never merged.
     """
     facts = StorageFacts.of(graph)
@@ -38,7 +38,9 @@ def merge_common(graph: Graph) -> int:
 
 
 def _may_share(first: Node, node: Node, facts: StorageFacts) -> bool:
-    if any(facts.written_after(value, first) for value in (*first.all_input_nodes, first, node)):
+    if any(facts.written_between(value, first, node) for value in first.all_input_nodes):
+        return False
+    if facts.written_after(first, first) or facts.written_after(node, first):
         return False
     if storage_root(first) is storage_root(node):
         return not (first in facts.outputs and node in facts.outputs)

@@ -5,8 +5,8 @@ result is the same without the dropping when the mask under the top-k refuses th
 contributes nothing further on. Both are proved here, operator by operator, from the compaction to where the axis ends;
 without a proof the graph stays, with a remark.
 
-What is assumed: scores of unmasked entries are above the mask's fill value (not NaN or -inf), and which of several
-refused entries a top-k picks is nobody's business.
+What is assumed: scores of unmasked entries are above the mask's fill value (not NaN or -inf); and which of several
+equal scores a top-k picks is not part of its meaning (torch leaves it open, and it may depend on the axis' length).
 """
 
 import operator

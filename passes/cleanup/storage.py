@@ -33,6 +33,12 @@ class StorageFacts:
         positions = self.writes.get(storage_root(value), [])
         return bisect_right(positions, self.position[node]) < len(positions)
 
+    def written_between(self, value: Node, first: Node, last: Node) -> bool:
+        """Whether the storage of ``value`` is written behind ``first`` and before ``last``."""
+        positions = self.writes.get(storage_root(value), [])
+        index = bisect_right(positions, self.position[first])
+        return index < len(positions) and positions[index] < self.position[last]
+
     def escapes(self, value: Node) -> bool:
         """Whether the storage of ``value`` is that of an output."""
         return storage_root(value) in self.escaping

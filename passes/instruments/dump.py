@@ -36,9 +36,10 @@ class DumpDirectory:
         own = self._listed()
         foreign = sorted(item.name for item in path.iterdir() if item.name not in own and item.name != MARKER)
         if foreign:
+            shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
             raise UsageError(
-                f"--dump-passes {path}: the directory holds files that are no dumps of kimigraph ({', '.join(foreign[:3])}"
-                f"{', ...' if len(foreign) > 3 else ''}); name one that is new, empty or holds dumps."
+                f"--dump-passes {path}: the directory holds files that are no dumps of kimigraph ({shown}); "
+                "name one that is new, empty or holds dumps."
             )
         for name in own:
             (path / name).unlink(missing_ok=True)
@@ -63,9 +64,9 @@ class DumpDirectory:
         marker = self.path / MARKER
         try:
             listed: Any = json.loads(marker.read_text(encoding="utf-8"))["files"] if marker.is_file() else []
+            return {name for name in listed if isinstance(name, str) and _OWN_NAME.fullmatch(name)}
         except (ValueError, KeyError, TypeError):
             return set()
-        return {name for name in listed if isinstance(name, str) and _OWN_NAME.fullmatch(name)}
 
     def _mark(self) -> None:
         (self.path / MARKER).write_text(json.dumps({"files": self._written}, indent=1) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ from kimigraph.ir.report import CompileReport
 
 @dataclass
 class Recorder:
-    """Stands in for kimigraph.compiler: keeps the requests, answers with ``reports`` or raises ``error``."""
+    """Stands in for the compiler and the runtime: keeps the requests, answers with ``reports`` or raises ``error``."""
 
     reports: list[CompileReport] = field(default_factory=list)
     result: dict[str, Any] = field(default_factory=dict)
@@ -50,10 +50,10 @@ class Recorder:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    module: Any = ModuleType("kimigraph.compiler")
-    module.compile_source = recorder.compile_source
-    module.run_artifact = recorder.run_artifact
-    monkeypatch.setitem(sys.modules, "kimigraph.compiler", module)
+    for name, function in {"compiler": recorder.compile_source, "run": recorder.run_artifact}.items():
+        module: Any = ModuleType(f"kimigraph.{name}")
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("KIMIGRAPH_TRACEBACK", raising=False)
     return recorder

@@ -58,7 +58,7 @@ def test_a_difference_is_unified(cli: Any, dumps: Path, numbers: list[str]) -> N
     assert " a = 1" in lines and "-b = 2" in lines
 
 
-@pytest.mark.parametrize("arguments", [["list", "nowhere"], ["show", "nowhere", "0"], ["diff", "nowhere", "0"]])
+@pytest.mark.parametrize("arguments", [["list", "nowhere"], ["show", "nowhere", "0"], ["diff", "nowhere", "1"]])
 def test_dumps_that_are_not_there_are_a_usage_error(cli: Any, tmp_path: Path, arguments: list[str]) -> None:
     arguments[1] = str(tmp_path / arguments[1])
     done = cli("dumps", *arguments)

@@ -36,6 +36,14 @@ def test_help_needs_none_of_the_heavy_packages(command: list[str]) -> None:
     assert "Usage: kimigraph" in done.stdout and "\x1b" not in done.stdout
 
 
+def test_the_shell_completes_commands_and_options() -> None:
+    for words, want in (("kimigraph com", "compile"), ("kimigraph compile --disable-p", "--disable-pass")):
+        asked = {"_KIMIGRAPH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        code = "import sys; sys.argv[0] = 'kimigraph'; from kimigraph.cli import main; main()"
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True)
+        assert done.stdout.split() == [want], done.stderr
+
+
 def test_a_missing_package_is_named_without_a_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCK, "passes", "list"], capture_output=True, text=True)
     assert done.returncode == 1
@@ -64,6 +72,45 @@ def test_an_interrupt_ends_the_process_with_130_and_one_word() -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
+
+
+STAGES = """
+import sys, time, types
+from kimigraph.ir.report import CompileReport
+module = types.ModuleType("kimigraph.compiler")
+def compile_source(source, configs, out, notify):
+    notify("capturing the model")
+    time.sleep(0.5)
+    return [CompileReport(source=source, shape_key="b1")]
+module.compile_source = compile_source
+sys.modules["kimigraph.compiler"] = module
+sys.argv = ["kimigraph", "compile", "model"]
+from kimigraph.cli import main
+main()
+"""
+
+
+def test_progress_shows_on_a_terminal_and_not_in_the_result() -> None:
+    terminal, child = os.openpty()
+    process = subprocess.Popen([sys.executable, "-c", STAGES], stdout=subprocess.PIPE, stderr=child, text=True)
+    os.close(child)
+    out, _ = process.communicate(timeout=30)
+    shown = os.read(terminal, 100_000).decode()
+    os.close(terminal)
+    assert process.returncode == 0
+    assert "capturing the model" in shown
+    assert out.startswith("model: decode b1") and "capturing" not in out
+
+
+@pytest.mark.parametrize("name", [b"\xe6\xa8\xa1\xe5\x9e\x8b \xc3\xa9", b"undecodable-\xff"])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_path_of_any_bytes_is_named_without_a_traceback(tmp_path: Path, name: bytes, encoding: str) -> None:
+    path = os.path.join(os.fsencode(tmp_path), name)
+    os.mkdir(path)
+    command = [os.fsencode(sys.executable), b"-m", b"kimigraph", b"run", path]
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True)
+    assert done.returncode == 2
+    assert b"Traceback" not in done.stderr and b"is no artifact" in done.stderr
 
 
 def test_a_reader_that_leaves_early_causes_no_traceback(tmp_path: Path) -> None:

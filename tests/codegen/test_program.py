@@ -103,7 +103,7 @@ def test_golden_program(programs):
 
 
 def test_a_variable_never_hides_a_name_of_the_program(toolbox, artifact_directory, run_script):
-    inputs = [toolbox.spec("torch", (3,)), toolbox.spec("aten", (3,))]
+    inputs = [toolbox.spec("step", (3,)), toolbox.spec("aten", (3,))]
 
     def build(graph, left, right):
         total = graph.create_node("call_function", torch.ops.aten.add.Tensor, (left, right), {}, name="kernels")
@@ -112,7 +112,7 @@ def test_a_variable_never_hides_a_name_of_the_program(toolbox, artifact_director
     manifest = build_artifact(toolbox.make_program(inputs, build), "cpu:reference", artifact_directory)
     result = run_script(artifact_directory, "--check")
     assert result.returncode == 0, result.stderr
-    wanted = (seeded_tensor("torch", (3,), torch.float32) + seeded_tensor("aten", (3,), torch.float32)).square()
+    wanted = (seeded_tensor("step", (3,), torch.float32) + seeded_tensor("aten", (3,), torch.float32)).square()
     assert parse(result.stdout)["load"][0] == pytest.approx(wanted.sum().item(), rel=1e-5)
     assert manifest.outputs[0].name == "load"
 
@@ -148,6 +148,22 @@ def test_modules_are_named_where_they_change_and_dead_variables_freed(programs):
     assert lines.count("# layers.0") == lines.count("# layers.1") == 1
     assert "del mm_default" in lines
     assert not any(line.startswith("del") and "x" in line.split() for line in lines)
+
+
+def test_names_from_outside_stay_inside_comments(toolbox, artifact_directory, run_script):
+    """A tensor, a module or a model may have any name: none can end a comment or the docstring."""
+    evil = 'a"""\nraise SystemExit(9)\n\\'
+    inputs = [toolbox.spec("x", (2,), source=evil)]
+
+    def build(graph, x):
+        node = graph.call_function(torch.ops.aten.neg.default, (x,))
+        node.meta["nn_module_stack"] = {"m": (evil, "Linear")}
+        return [node]
+
+    program = toolbox.make_program(inputs, build, info={"model": evil, "phase": "decode", "shape_key": evil})
+    build_artifact(program, "cpu:reference", artifact_directory)
+    result = run_script(artifact_directory, "--check")
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_region_is_refused_with_the_pass_to_switch_off(toolbox):

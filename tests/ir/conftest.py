@@ -47,3 +47,67 @@ def build() -> Build:
         return CapturedProgram(graph_module, tuple(inputs), outputs, bound)
 
     return build_program
+
+
+@pytest.fixture
+def example() -> Callable[[str, int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments of a semantic operator at random shapes: ``example("short_conv", seed)``."""
+    return _example
+
+
+def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    torch.manual_seed(seed)
+    batch, tokens, heads, width, rope, total, k, taps, value = (
+        int(torch.randint(1, top, ())) for top in (4, 4, 4, 9, 5, 12, 9, 5, 9)
+    )
+    dtype = (torch.float32, torch.bfloat16)[seed % 2]
+    paged = seed % 3 == 0
+
+    def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape).to(dtype)
+
+    def cache(size: int) -> torch.Tensor:
+        return new(batch * 3, total, size) if paged else new(batch, total, size)
+
+    pages: dict[str, Any] = {}
+    if paged:
+        pages["block_table"] = torch.randperm(batch * 3).view(batch, 3).to(torch.int32)
+    positions = torch.stack([torch.randperm(total + 4)[:tokens] - 4 for _ in range(batch)])
+    if name == "lightning_indexer":
+        lengths = torch.randint(0, total + 1, (batch,), dtype=torch.int32) if seed % 4 else None
+        mask = torch.rand(batch, 1, total * (3 if paged else 1)) < 0.5 if seed % 5 == 0 else None
+        operands = (new(batch, tokens, heads, width), cache(width), new(batch, tokens, heads), lengths, mask)
+        return operands, {"k": k, "scale": 0.25, **pages}
+    if name == "sparse_attention":
+        q_rope, rope_cache = (new(batch, tokens, heads, rope), cache(rope)) if seed % 2 else (None, None)
+        picks = torch.randint(-1, total, (batch, tokens, k), dtype=torch.int32)
+        return (new(batch, tokens, heads, width), q_rope, cache(width), rope_cache, picks), {"scale": 0.25, **pages}
+    if name in ("latent_write", "index_key_write"):
+        rows = new(batch, tokens, width, dtype=torch.float32)
+        if name == "index_key_write":
+            return (cache(width), rows, positions), pages
+        rope_cache, rope_rows = (cache(rope), new(batch, tokens, rope)) if seed % 2 else (None, None)
+        return (cache(width), rope_cache, rows, rope_rows, positions), pages
+    if name == "short_conv":
+        state = new(batch, width, taps - 1 + seed % 2) if seed % 4 else None
+        weight = new(width, 1, taps) if seed % 2 else new(width, taps)
+        return (new(batch, tokens, width), weight, state), {"activation": seed % 2 == 0}
+    layout = ("kv", "vk")[seed % 2]
+    state = new(batch, heads, width, value, dtype=torch.float32)
+    state = state if layout == "kv" else state.transpose(-1, -2).contiguous()
+    if name == "kda_prefill":
+        q, key, g = (new(batch, tokens, heads, width) for _ in range(3))
+        operands = (q, key, new(batch, tokens, heads, value), -g.float().abs(), new(batch, tokens, heads).sigmoid())
+        return (*operands, state if seed % 3 else None), {
+            "scale": 0.5,
+            "l2_norm": seed % 2 == 0,
+            "state_layout": layout,
+        }
+    assert name == "kda_decode"
+    channels = heads * (2 * width + value)
+    gate = new(batch, tokens, heads, width) if seed % 2 else new(batch, tokens, heads * width)
+    last = (new(batch, tokens, heads, value), new(value)) if seed % 3 else (None, None)
+    operands = (new(batch, tokens, channels), new(channels, taps), new(batch, channels, taps - 1 + seed % 2), gate)
+    gates = (new(heads * width), torch.rand(1, 1, heads, 1), new(batch, tokens, heads))
+    bound = -5.0 if seed % 2 else None
+    return (*operands, *gates, state, *last), {"scale": 0.5, "lower_bound": bound, "state_layout": layout}

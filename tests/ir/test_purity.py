@@ -72,7 +72,9 @@ def test_semantic_operators_say_what_they_write(graph):
     assert storage_root(kda) is kda
     indexer = call(graph, torch.ops.kimigraph.lightning_indexer.default, *arguments[:3], k=4, scale=1.0)
     assert is_pure(indexer) and mutated_arguments(indexer) == []
-    write = call(graph, torch.ops.kimigraph.latent_write.default, arguments[0], None, *arguments[1:2], None, arguments[2])
+    write = call(
+        graph, torch.ops.kimigraph.latent_write.default, arguments[0], None, *arguments[1:2], None, arguments[2]
+    )
     assert [node.name for node in mutated_arguments(write)] == ["qkv"]
     assert not is_pure(write)
 

@@ -1,11 +1,9 @@
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from kimigraph.ir.errors import UsageError
-from kimigraph.models import model_family, model_types
 from kimigraph.models.kimi_k31 import KimiK31Config, KimiK31ForCausalLM, new_cache
 
 K31 = Path(__file__).parents[2] / "examples" / "k31" / "config.json"
@@ -109,11 +107,3 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path, text):
         path.write_text(text)
     with pytest.raises(UsageError, match=r"config\.json"):
         KimiK31Config.from_file(path)
-
-
-def test_families_are_found_by_model_type(tiny):
-    family = model_family("kimi_k31")
-    assert json.loads(json.dumps(model_types())) == ["kimi_k31"]
-    assert family.configure(tiny).hidden_size == 64
-    with pytest.raises(UsageError, match="'gpt2' is not one of kimigraph's own: kimi_k31"):
-        model_family("gpt2")

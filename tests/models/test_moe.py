@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
+from kimigraph.models.initialization import initialize
 from kimigraph.models.kimi_k31.moe import LatentMoE, SiTU
-from kimigraph.models.weights import initialize
 
 
 def situ(gate, up, beta, linear_beta):

@@ -79,24 +79,8 @@ def test_the_installed_command_works_elsewhere(installed: Path, tmp_path: Path) 
     assert [file for file in files if not file.startswith(str(installed))] == []
     assert "fuse-lightning-indexer" in run(*command, "passes", "list", cwd=tmp_path, **path)
     shutil.copytree(ROOT / "examples" / "k31_tiny", tmp_path / "model")
-    printed = run(
-        *(
-            *command,
-            "compile",
-            "model",
-            "--batch",
-            "1",
-            "--context",
-            "64",
-            "--target",
-            "cpu:reference",
-            "--cache",
-            "off",
-        ),
-        *("--out", "artifact"),
-        cwd=tmp_path,
-        **path,
-    )
+    options = "--batch 1 --context 64 --target cpu:reference --cache off --out artifact"
+    printed = run(*command, "compile", "model", *options.split(), cwd=tmp_path, **path)
     assert "fuse-lightning-indexer" in printed
     assert (tmp_path / "artifact" / "program.py").is_file()
     assert (installed / "bin" / "kimigraph").is_file()

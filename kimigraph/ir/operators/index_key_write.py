@@ -14,7 +14,7 @@ not fit.
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
-from kimigraph.ir.operators.shapes import check, check_integer, check_pages
+from kimigraph.ir.operators.shapes import cache, check, check_integer, check_table
 from kimigraph.ir.reference.index_key_write import index_key_write
 
 _NAME = "index_key_write"
@@ -28,9 +28,9 @@ def _fake(
     block_table: torch.Tensor | None = None,
     descriptor: str = "",
 ) -> None:
-    sizes = check(_NAME, values=(values, "B S D"), keys=(keys, "P T D"), positions=(positions, "B S"))
+    sizes = check(_NAME, values=(values, "B S D"), keys=(keys, cache(block_table, "D")), positions=(positions, "B S"))
     check_integer(_NAME, positions=positions)
-    check_pages(_NAME, "keys", keys, block_table, sizes["B"])
+    check_table(_NAME, block_table, sizes["B"])
 
 
 def _cost(

@@ -6,7 +6,8 @@ Per token and head: depthwise causal convolution of width W over the raw project
     g = -rate * softplus(z)                       (lower_bound None)
     g = lower_bound * sigmoid(rate * z)           (otherwise)
     S <- exp(g)[:, None] * S;  u = sigmoid(beta) * (v - S^T k);  S <- S + k u^T;  o = S^T q
-    out = RMSNorm(o) * norm_weight * sigmoid(out_gate)     (each factor only if its operand is given)
+    out = o * rsqrt(mean(o^2) + norm_eps) * norm_weight    (only with norm_weight)
+    out = out * sigmoid(out_gate)                          (only with out_gate)
 
 Shapes: ``qkv`` [B, S, 2*H*K + H*V], channels q | k | v, heads major; ``conv_weight`` [C, W] or [C, 1, W];
 ``conv_state`` [B, C, N], N >= W - 1, the last N raw inputs, newest last, mutated; ``gate`` raw logits [B, S, H*K] or

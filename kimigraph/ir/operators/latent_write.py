@@ -15,7 +15,7 @@ fit.
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
-from kimigraph.ir.operators.shapes import check, check_integer, check_pages
+from kimigraph.ir.operators.shapes import cache, check, check_integer, check_table
 from kimigraph.ir.reference.latent_write import latent_write
 
 _NAME = "latent_write"
@@ -37,12 +37,12 @@ def _fake(
         _NAME,
         values=(values, "B S L"),
         rope_values=(rope_values, "B S R"),
-        latent=(latent, "P T L"),
-        rope=(rope, "P T R"),
+        latent=(latent, cache(block_table, "L")),
+        rope=(rope, cache(block_table, "R")),
         positions=(positions, "B S"),
     )
     check_integer(_NAME, positions=positions)
-    check_pages(_NAME, "latent", latent, block_table, sizes["B"])
+    check_table(_NAME, block_table, sizes["B"])
 
 
 def _cost(

@@ -17,7 +17,7 @@ for shapes that do not fit, a scale that is not positive and a negative k.
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
-from kimigraph.ir.operators.shapes import capacity, check, check_integer, check_pages
+from kimigraph.ir.operators.shapes import cache, capacity, check, check_integer, check_table
 from kimigraph.ir.reference.lightning_indexer import lightning_indexer
 
 
@@ -34,8 +34,8 @@ def _fake(
     descriptor: str = "",
 ) -> torch.Tensor:
     name = "lightning_indexer"
-    sizes = check(name, q=(q, "B S H D"), weights=(weights, "B S H"), keys=(keys, "P T D"))
-    check_pages(name, "keys", keys, block_table, sizes["B"])
+    sizes = check(name, q=(q, "B S H D"), weights=(weights, "B S H"), keys=(keys, cache(block_table, "D")))
+    check_table(name, block_table, sizes["B"])
     check_integer(name, lengths=lengths)
     if lengths is not None and (lengths.dim() > 1 or lengths.numel() not in (1, sizes["B"])):
         raise ValueError(f"{name}: lengths is {list(lengths.shape)}, want [] or [B] with B = {sizes['B']}")

@@ -13,12 +13,12 @@ def check(operator: str, **arguments: tuple[torch.Tensor | None, str]) -> dict[s
     for name, (tensor, pattern) in arguments.items():
         if tensor is None:
             continue
-        letters = pattern.split()
+        letters, before = pattern.split(), dict(sizes)
         fits = len(letters) == tensor.dim() and all(
             sizes.setdefault(letter, size) == size for letter, size in zip(letters, tensor.shape, strict=True)
         )
         if not fits:
-            known = ", ".join(f"{letter} = {sizes[letter]}" for letter in letters if letter in sizes)
+            known = ", ".join(f"{letter} = {before[letter]}" for letter in letters if letter in before)
             wanted = f"[{', '.join(letters)}]" + (f" with {known}" if known else "")
             raise ValueError(f"{operator}: {name} is {list(tensor.shape)}, want {wanted}")
     return sizes
@@ -37,17 +37,16 @@ def check_layout(operator: str, state_layout: str) -> None:
         raise ValueError(f"{operator}: state_layout {state_layout!r}, want 'kv' ([B, H, K, V]) or 'vk' ([B, H, V, K])")
 
 
-def check_pages(operator: str, name: str, rows: torch.Tensor, block_table: torch.Tensor | None, batch: int) -> None:
-    """Check that cache ``rows`` are [B, T, .], or pages [P, page, .] with a block table [B, N]; else ValueError."""
-    if rows.dim() != 3:
-        raise ValueError(f"{operator}: {name} is {list(rows.shape)}, want [B, T, .] or pages [P, page, .]")
-    if block_table is None:
-        if rows.shape[0] != batch:
-            raise ValueError(f"{operator}: {name} is {list(rows.shape)}, want [B, T, .] with B = {batch}")
-    else:
-        check_integer(operator, block_table=block_table)
-        if block_table.dim() != 2 or block_table.shape[0] != batch:
-            raise ValueError(f"{operator}: block_table is {list(block_table.shape)}, want [B, N] with B = {batch}")
+def cache(block_table: torch.Tensor | None, width: str) -> str:
+    """The pattern of a cache of rows of ``width``: [B, T, width], or pages where there is a block table."""
+    return f"B T {width}" if block_table is None else f"P page {width}"
+
+
+def check_table(operator: str, block_table: torch.Tensor | None, batch: int) -> None:
+    """Raise ValueError for a block table that is not integer [B, N]."""
+    check_integer(operator, block_table=block_table)
+    if block_table is not None and (block_table.dim() != 2 or block_table.shape[0] != batch):
+        raise ValueError(f"{operator}: block_table is {list(block_table.shape)}, want [B, N] with B = {batch}")
 
 
 def capacity(rows: torch.Tensor, block_table: torch.Tensor | None) -> int:

@@ -18,7 +18,7 @@ ValueError for shapes that do not fit.
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
-from kimigraph.ir.operators.shapes import check, check_integer, check_pages
+from kimigraph.ir.operators.shapes import cache, check, check_integer, check_table
 from kimigraph.ir.reference.sparse_attention import sparse_attention
 
 
@@ -40,11 +40,11 @@ def _fake(
         name,
         q_latent=(q_latent, "B S H L"),
         q_rope=(q_rope, "B S H R"),
-        latent=(latent, "P T L"),
-        rope=(rope, "P T R"),
+        latent=(latent, cache(block_table, "L")),
+        rope=(rope, cache(block_table, "R")),
         indices=(indices, "B S K"),
     )
-    check_pages(name, "latent", latent, block_table, sizes["B"])
+    check_table(name, block_table, sizes["B"])
     check_integer(name, indices=indices)
     return q_latent.new_empty(q_latent.shape), q_latent.new_empty(q_latent.shape[:3], dtype=torch.float32)
 

@@ -15,14 +15,13 @@ def short_conv(
     batch, tokens, channels = x.shape
     width = weight.shape[-1]
     if initial_state is None:
-        history = x.new_zeros(batch, channels, width - 1)
+        history = x.new_zeros(batch, width - 1, channels)
     else:
-        history = initial_state[..., initial_state.shape[-1] - (width - 1) :]
-    window = torch.cat([history.float(), x.float().transpose(1, 2)], dim=-1)
+        history = initial_state[..., initial_state.shape[-1] - (width - 1) :].transpose(1, 2)
+    window = torch.cat([history.float(), x.float()], dim=1)
     taps = weight.reshape(channels, width).float()
-    y = torch.zeros(batch, channels, tokens, device=x.device)
+    y = torch.zeros(batch, tokens, channels, device=x.device)
     for tap in range(width):
-        y = y + window[..., tap : tap + tokens] * taps[:, tap].unsqueeze(-1)
-    y = F.silu(y) if activation else y
-    final = window[..., tokens:].to(history.dtype).clone(memory_format=torch.contiguous_format)
-    return y.transpose(1, 2).to(x.dtype).contiguous(), final
+        y = y + window[:, tap : tap + tokens] * taps[:, tap]
+    final = window[:, tokens:].transpose(1, 2).to(history.dtype)
+    return (F.silu(y) if activation else y).to(x.dtype), final.clone(memory_format=torch.contiguous_format)

@@ -5,19 +5,9 @@ model = initialize(KimiK31ForCausalLM(config, device="meta"), seed=0)
 logits = model(input_ids, lengths, new_cache(config, batch=2, context=256))
 """
 
-from kimigraph.models.family import ModelFamily
+from kimigraph.models.initialization import initialize
 from kimigraph.models.kimi_k31.cache import new_cache
 from kimigraph.models.kimi_k31.configuration import KimiK31Config
 from kimigraph.models.kimi_k31.model import KimiK31ForCausalLM
-from kimigraph.models.weights import initialize, load_weights
 
-FAMILY = ModelFamily(
-    model_type="kimi_k31",
-    configure=KimiK31Config.from_dict,
-    build=KimiK31ForCausalLM,
-    initialize=initialize,
-    load_weights=load_weights,
-    new_cache=new_cache,
-)
-
-__all__ = ["FAMILY", "KimiK31Config", "KimiK31ForCausalLM", "initialize", "load_weights", "new_cache"]
+__all__ = ["KimiK31Config", "KimiK31ForCausalLM", "initialize", "new_cache"]

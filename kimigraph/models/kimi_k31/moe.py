@@ -102,7 +102,7 @@ class Experts(nn.Module):
         rows = x.repeat_interleave(experts.shape[1], dim=0).unsqueeze(-1)
         gate, up = torch.bmm(self.gate_up_proj[picks], rows).squeeze(-1).chunk(2, dim=-1)
         inner = self.activation(gate, up).unsqueeze(-1)
-        return torch.bmm(self.down_proj[picks], inner).unflatten(0, experts.shape)
+        return torch.bmm(self.down_proj[picks], inner).squeeze(-1).unflatten(0, experts.shape)
 
     def grouped(self, x: Tensor, experts: Tensor) -> Tensor:
         """Picks sorted by expert, one product over the groups; [N, k, D]."""

@@ -1,0 +1,221 @@
+"""``--verify``: the untouched eager model against the captured graph, then the captured graph against the program.
+
+The first step runs the model in a process of its own and compares every output and updated cache at the model's formats.
+The second compares the program's picks (top-k of indexers and routers) with the graph's, then runs the graph with the
+program's own picks, so that a near-tie cannot hide or fake an error. Relative error is the largest absolute error over the
+largest magnitude of the reference tensor. Tolerance: 1e-4 in fp32; in 16 bits 1.5 times the error of the captured graph in
+that type against the same graph in fp32.
+"""
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimigraph.capture import ModelSource, capture, load_source
+from kimigraph.capture.eager import EagerStep, eager_steps
+from kimigraph.capture.program import tensors_of
+from kimigraph.codegen import build_artifact
+from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.errors import NumericsError
+from kimigraph.ir.program import CapturedProgram
+from kimigraph.passes import PassContext, default_pipeline, run_pipeline
+from kimigraph.runtime.executor import Executor, device_of
+from kimigraph.selections import SelectionInterpreter, Selections, check_selections, with_selections
+
+TOLERANCE_FP32 = 1e-4
+EAGER_FACTOR = 1.5
+"""How much worse than 16-bit eager a program may be."""
+LOW_PRECISION_FLOOR = 1e-2
+"""16-bit tolerance where the eager error is smaller than rounding noise, or no fp32 model can be had."""
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What one step leaves behind: its results and the inputs it updated, by their outside names."""
+
+    values: dict[str, Tensor]
+
+    def error_against(self, reference: "StepValues") -> dict[str, tuple[float, float]]:
+        """(absolute, relative) error by name, over the names that both have."""
+        shared = self.values.keys() & reference.values.keys()
+        return {name: tensor_error(self.values[name], reference.values[name]) for name in sorted(shared)}
+
+
+def tensor_error(got: Tensor, want: Tensor) -> tuple[float, float]:
+    """Largest absolute error, and that over the largest finite magnitude of ``want``; inf where only one is finite."""
+    got, want = got.detach().cpu().double(), want.detach().cpu().double()
+    if got.shape != want.shape:
+        return float("inf"), float("inf")
+    if not want.numel():
+        return 0.0, 0.0
+    same = (got == want) | (got.isnan() & want.isnan())
+    difference = torch.where(same, torch.zeros_like(want), (got - want).abs()).nan_to_num(nan=float("inf"))
+    scale = torch.where(want.isfinite(), want.abs(), torch.zeros_like(want)).max().item()
+    worst = difference.max().item()
+    return worst, worst / scale if scale > 0 else worst
+
+
+def run_graph(
+    program: CapturedProgram, tensors: list[Tensor], inject: dict[str, Tensor] | None = None
+) -> tuple[StepValues, Selections]:
+    """Run a graph on copies of ``tensors`` (placeholder order), with the picks of ``inject`` by top-k node."""
+    copies = [t if spec.bound else t.clone() for spec, t in zip(program.inputs, tensors, strict=True)]
+    interpreter = SelectionInterpreter(program, inject)
+    with torch.no_grad():
+        outputs = interpreter.run(*copies)
+    return _named(program, copies, outputs), interpreter.selections
+
+
+def _named(program: CapturedProgram, tensors: list[Tensor], outputs: tuple[Tensor, ...]) -> StepValues:
+    values = {spec.source: value for spec, value in zip(program.outputs, outputs, strict=True)}
+    values |= {spec.source: t for spec, t in zip(program.inputs, tensors, strict=True) if spec.mutated}
+    return StepValues(values)
+
+
+def run_artifact(directory: Path, program: CapturedProgram, tensors: list[Tensor], device: torch.device) -> StepValues:
+    """Run the program in ``directory`` on copies of ``tensors``."""
+    bound = {spec.source: t.to(device) for spec, t in zip(program.inputs, tensors, strict=True) if spec.bound}
+    executor = Executor(directory, bound)
+    copies = [
+        t if spec.bound else t.to(device, copy=True) for spec, t in zip(program.inputs, tensors, strict=True)
+    ]
+    outputs = executor(*(t for spec, t in zip(program.inputs, copies, strict=True) if not spec.bound))
+    return _named(program, copies, outputs)
+
+
+def verify_source(
+    source: str, model: ModelSource, directory: Path, captured: CapturedProgram | None, config: CompileConfig, target: str
+) -> dict[str, Any]:
+    """Verify the artifact in ``directory``; returns the report's ``verify`` entry.
+
+    Raises NumericsError, naming the step, the tensor and both figures, when something is outside its tolerance.
+    """
+    captured = captured or capture(model, config)
+    checker = _Checker(model, captured, directory, config, target)
+    lengths = _lengths(model)
+    eager = eager_steps(source, config, lengths)
+    with tempfile.TemporaryDirectory(prefix="kimigraph-verify-") as scratch:
+        checker.build_picks(Path(scratch))
+        for length, step in zip(lengths, eager, strict=True):
+            checker.check(length, step, _single_precision(source, model, captured, config))
+    return checker.result()
+
+
+def _lengths(model: ModelSource) -> list[int | None]:
+    if model.shape is None:
+        return [None]
+    if model.phase == "prefill":
+        return [0]
+    return list(dict.fromkeys((0, model.shape.context - model.shape.tokens)))
+
+
+def _single_precision(
+    source: str, model: ModelSource, captured: CapturedProgram, config: CompileConfig
+) -> CapturedProgram | None:
+    """The same graph in fp32 over the same (rounded) weights; None where the model is fp32 or cannot be had in fp32."""
+    if not is_low_precision(captured) or model.shape is None:
+        return None
+    wide_config = replace(config, dtype="float32")
+    wide = capture(load_source(source, wide_config), wide_config)
+    rounded = {spec.source: captured.tensors[spec.name] for spec in captured.inputs if spec.name in captured.tensors}
+    for spec in wide.inputs:
+        if spec.bound and spec.source in rounded:
+            wide.tensors[spec.name] = rounded[spec.source].to(getattr(torch, spec.dtype))
+    return wide
+
+
+def is_low_precision(program: CapturedProgram) -> bool:
+    """Whether any weight is in 16 bits."""
+    return any(spec.kind == "weight" and spec.dtype in ("bfloat16", "float16") for spec in program.inputs)
+
+
+class _Checker:
+    """Runs the comparisons for one artifact and keeps the worst figures."""
+
+    def __init__(
+        self, model: ModelSource, captured: CapturedProgram, directory: Path, config: CompileConfig, target: str
+    ) -> None:
+        self._model, self._captured, self._directory = model, captured, directory
+        self._config, self._device = config, device_of(target)
+        self._target = target
+        self._picks: tuple[Path, CapturedProgram, list[str]] | None = None
+        self._low = is_low_precision(captured)
+        self._worst = (0.0, 0.0)
+        self._tolerance = LOW_PRECISION_FLOOR if self._low else TOLERANCE_FP32
+        self._differing = 0
+
+    def build_picks(self, scratch: Path) -> None:
+        """Build the program again with its picks as further results."""
+        optimized = self._captured.copy()
+        run_pipeline(optimized, default_pipeline(self._config), PassContext(self._config), [])
+        extended, names = with_selections(optimized)
+        if names:
+            build_artifact(extended, self._target, scratch, seed=self._config.seed, self_test=False)
+            self._picks = (scratch, extended, names)
+
+    def check(self, length: int | None, eager: EagerStep, wide: CapturedProgram | None) -> None:
+        """Both comparisons at one length."""
+        where = "" if length is None else f" at length {length}"
+        _, args, kwargs = self._model.build(length)
+        tensors = tensors_of(self._captured, args, kwargs)
+        graph, selections = run_graph(self._captured, tensors)
+        reference = StepValues({**eager.outputs, **eager.inputs})
+        limit = LOW_PRECISION_FLOOR if self._low else TOLERANCE_FP32
+        _require(graph.error_against(reference), {}, limit, f"captured graph against eager model{where}")
+        picks = self._program_picks(tensors)
+        self._differing += check_selections(selections, picks, limit)
+        program = run_artifact(self._directory, self._captured, tensors, self._device)
+        if wide is None:
+            injected, _ = run_graph(self._captured, tensors, picks)
+            limits: dict[str, float] = {}
+        else:
+            injected, _ = run_graph(wide, _widened(wide, self._captured, tensors), picks)
+            forced, _ = run_graph(wide, _widened(wide, self._captured, tensors), selections.picked)
+            limits = {
+                name: max(EAGER_FACTOR * relative, LOW_PRECISION_FLOOR)
+                for name, (_, relative) in graph.error_against(forced).items()
+            }
+        errors = program.error_against(injected)
+        self._worst = max((self._worst, *errors.values()), key=lambda pair: pair[1])
+        self._tolerance = max((self._tolerance, *limits.values()))
+        _require(errors, limits, limit, f"program against captured graph{where}")
+
+    def _program_picks(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        if self._picks is None:
+            return {}
+        directory, extended, names = self._picks
+        values = run_artifact(directory, extended, tensors, self._device).values
+        return {name: values[f"picks.{name}"].cpu() for name in names}
+
+    def result(self) -> dict[str, Any]:
+        """The report's entry; reaching this point means that everything was inside its tolerance."""
+        return {
+            "max_abs_err": self._worst[0],
+            "max_rel_err": self._worst[1],
+            "tolerance": self._tolerance,
+            "passed": True,
+            "reference": "eager",
+            "differing_picks": self._differing,
+        }
+
+
+def _widened(wide: CapturedProgram, narrow: CapturedProgram, tensors: list[Tensor]) -> list[Tensor]:
+    """Inputs of the fp32 graph: its own bound tensors, and the caller's tensors in its types."""
+    given = {spec.source: t for spec, t in zip(narrow.inputs, tensors, strict=True)}
+    return [
+        wide.tensors[spec.name] if spec.bound else given[spec.source].to(getattr(torch, spec.dtype))
+        for spec in wide.inputs
+    ]
+
+
+def _require(errors: dict[str, tuple[float, float]], limits: dict[str, float], default: float, what: str) -> None:
+    for name, (absolute, relative) in errors.items():
+        limit = limits.get(name, default)
+        if relative > limit:
+            raise NumericsError(
+                f"{what}: {name} differs by {absolute:.3g} absolute, {relative:.3g} relative; tolerance {limit:.3g}"
+            )

@@ -1,0 +1,107 @@
+"""The short causal convolution of a decode step: window of cached inputs and new ones, conv1d, SiLU, write-back."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from kimigraph.passes.algebra.frames import Frame, Occurrence, Operand, operand
+from kimigraph.passes.algebra.layout import Layout, layout, peel
+from kimigraph.passes.algebra.nodes import argument, described, packet, rank, shape
+from kimigraph.passes.algebra.refusal import Refused
+
+ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """silu(conv1d(cat(state, x))) of one token: ``x`` [B, 1, C], ``weight`` [C, 1, W], ``state`` [B, C, N]."""
+
+    x: Operand
+    weight: Operand
+    state: Node
+    write: Node
+    path: tuple[Node, ...]
+
+
+def convolution_at(activated: Node) -> Convolution:
+    """The convolution behind an activation. Refused when it is none, or its state is not written back as a window."""
+    silu, above = peel(activated, casts="float")
+    if packet(silu) != "silu":
+        raise Refused(f"q, k and v come from {described(silu)}, not from SiLU of a convolution", silu)
+    source = silu.args[0]
+    assert isinstance(source, Node)
+    conv, chain = peel(source, casts="float")
+    if packet(conv) != "conv1d":
+        raise Refused(f"SiLU is of {described(conv)}, not of a convolution", conv)
+    window, state = _window(conv)
+    _require_last_column(conv, layout(conv, chain))
+    parts = argument(window, "tensors")
+    newest = parts[1]
+    batch, channels, tokens = shape(newest)
+    if tokens != 1:
+        raise Refused(f"{tokens} new tokens in one step", newest)
+    sizes = {"b": batch, "s": tokens, "c": channels}
+    base, links = peel(newest)
+    x = operand(
+        "the convolution's input", Occurrence(newest, base, tuple(links), Frame.of("bcs"), window), "bsc", sizes
+    )
+    write = _write_back(window, state, tokens)
+    path = (*above, silu, *chain, conv, window, write)
+    return Convolution(x, _weight(conv, channels), state, write, path)
+
+
+def _window(conv: Node) -> tuple[Node, Node]:
+    """The concatenation under a depthwise convolution, and the state that is its first part."""
+    source = conv.args[0]
+    assert isinstance(source, Node)
+    window, chain = peel(source, casts="float")
+    plain = (argument(conv, "stride"), argument(conv, "padding"), argument(conv, "dilation")) == ([1], [0], [1])
+    if not plain or argument(conv, "bias") is not None or argument(conv, "groups") != shape(conv)[1]:
+        raise Refused("the convolution is not depthwise without bias, padding and stride", conv)
+    parts = argument(window, "tensors") if packet(window) == "cat" else ()
+    if len(parts) != 2 or argument(window, "dim") not in (-1, 2) or layout(window, chain) != layout(window, ()):
+        raise Refused("the convolution is not over cached and new inputs side by side", window)
+    state, state_chain = peel(parts[0], casts="none")
+    if state.op != "placeholder" or state_chain:
+        raise Refused("the cached inputs are no input of the step", state)
+    return window, state
+
+
+def _require_last_column(conv: Node, found: Layout | None) -> None:
+    batch, channels, columns = shape(conv)
+    want = [(size, stride) for size, stride in ((batch, channels * columns), (channels, columns)) if size > 1]
+    got = (
+        []
+        if found is None
+        else [(size, stride) for size, stride in zip(found.shape, found.strides, strict=True) if size > 1]
+    )
+    if found is None or got != want or found.offset != columns - 1:
+        raise Refused(f"what is used of the convolution is not its newest column: {found}", conv)
+
+
+def _write_back(window: Node, state: Node, tokens: int) -> Node:
+    """The copy that makes the newest inputs the state of the next step."""
+    writes = [user for user in state.users if user.target is ATEN.copy_.default]
+    if len(writes) != 1:
+        raise Refused(f"the cached inputs are written {len(writes)} times", state)
+    source = writes[0].args[1]
+    assert isinstance(source, Node)
+    base, chain = peel(source, casts="none")
+    batch, channels, columns = shape(state)
+    total = columns + tokens
+    want = Layout.of(torch.empty(batch, channels, total, device="meta")[..., tokens:])
+    if base is not window or layout(base, chain) != want or argument(writes[0], "non_blocking"):
+        raise Refused("the cached inputs are not replaced by the newest ones", writes[0])
+    return writes[0]
+
+
+def _weight(conv: Node, channels: int) -> Operand:
+    weight = conv.args[1]
+    assert isinstance(weight, Node)
+    base, chain = peel(weight)
+    width = shape(weight)[-1]
+    frame = Frame(("c", "w"), lambda tensor: tensor.squeeze(1))
+    leaf = Occurrence(weight, base, tuple(chain), frame, conv)
+    want = shape(base) if rank(base) in (2, 3) else (channels, 1, width)
+    return operand("the convolution's weight", leaf, "cw", {"c": channels, "w": width}, want)

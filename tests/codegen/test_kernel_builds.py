@@ -1,0 +1,189 @@
+"""Kernel texts, and what the compiler makes of them for sm_90a at the widths of Kimi K3.1: registers, spills, products."""
+
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from kimigraph.codegen import cross_compile_worker
+from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
+from kimigraph.codegen.specialize import BUILDERS
+from kimigraph.ir.env import compiler_environment
+from kimigraph.ir.errors import CompileError
+
+TEMPLATES = sorted((Path(cross_compile_worker.__file__).parent / "templates").glob("[a-z]*.py"))
+
+
+def tensor(*shape: int, dtype: str = "bfloat16") -> TensorSpec:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return TensorSpec(shape, tuple(strides[: len(shape)]), dtype)
+
+
+def indexer(batch=8, tokens=1, dtype="bfloat16", paged=False, total=32768) -> KernelRequest:
+    tensors = {
+        "q": tensor(batch, tokens, 64, 128, dtype=dtype),
+        "keys": tensor(batch * total // 64, 64, 128, dtype=dtype) if paged else tensor(batch, total, 128, dtype=dtype),
+        "weights": tensor(batch, tokens, 64, dtype="float32"),
+        "lengths": tensor(batch, dtype="int32"),
+        "mask": tensor(batch, tokens, total, dtype="bool") if paged else None,
+        "block_table": tensor(batch, total // 64, dtype="int32") if paged else None,
+    }
+    return KernelRequest("lightning_indexer", tensors, {"k": 2048, "scale": 0.088, "descriptor": ""})
+
+
+def attention(batch=1, heads=64, width=512, dtype="bfloat16", paged=False, picks=2048, total=32768) -> KernelRequest:
+    rows = (batch * total // 64, 64) if paged else (batch, total)
+    tensors = {
+        "q_latent": tensor(batch, 1, heads, width, dtype=dtype),
+        "q_rope": tensor(batch, 1, heads, 64, dtype=dtype),
+        "latent": tensor(*rows, width, dtype=dtype),
+        "rope": tensor(*rows, 64, dtype=dtype),
+        "indices": tensor(batch, 1, picks, dtype="int32"),
+        "block_table": tensor(batch, total // 64, dtype="int32") if paged else None,
+    }
+    return KernelRequest("sparse_attention", tensors, {"scale": 0.07, "descriptor": ""})
+
+
+def delta(tokens=1, layout="vk", lower_bound=-5.0, side=128) -> KernelRequest:
+    heads, channels = 32, 3 * 32 * side
+    tensors = {
+        "qkv": tensor(1, tokens, channels),
+        "conv_weight": tensor(channels, 4),
+        "conv_state": tensor(1, channels, 3),
+        "gate": tensor(1, tokens, heads * side),
+        "dt_bias": tensor(heads * side, dtype="float32"),
+        "a_log": tensor(heads, dtype="float32"),
+        "beta": tensor(1, tokens, heads),
+        "state": tensor(1, heads, side, side, dtype="float32"),
+        "out_gate": tensor(1, tokens, heads, side),
+        "norm_weight": tensor(side),
+    }
+    options = {"scale": 0.088, "l2_eps": 1e-6, "lower_bound": lower_bound, "norm_eps": 1e-5, "state_layout": layout}
+    return KernelRequest("kda_decode", tensors, options)
+
+
+REQUESTS = {
+    "indexer": indexer(),
+    "indexer_paged": indexer(paged=True),
+    "indexer_two_tokens": indexer(tokens=2),
+    "indexer_fp32": indexer(dtype="float32"),
+    "attention_h64_b1": attention(),
+    "attention_h32_b64": attention(batch=64, heads=32),
+    "attention_h64_paged": attention(batch=8, paged=True),
+    "attention_fp32": attention(dtype="float32"),
+    "kda_vk": delta(),
+    "kda_kv": delta(layout="kv", lower_bound=None),
+    "kda_four_tokens": delta(tokens=4),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, KernelModule]]:
+    """All requests compiled by one worker process: ``<directory>/<request>.<function>.{cubin,json}``."""
+    directory = tmp_path_factory.mktemp("cubins")
+    modules = {name: BUILDERS[request.op](request) for name, request in REQUESTS.items()}
+    jobs = []
+    for name, module in modules.items():
+        (directory / f"{name}.py").write_text(module.text, encoding="utf-8")
+        for launch in module.launches:
+            jobs.append({"source": f"{name}.py", "stem": f"{name}.{launch.function}", "arch": 90, **asdict(launch)})
+    command = [sys.executable, "-P", cross_compile_worker.__file__]
+    text = json.dumps({"directory": str(directory), "arch": 90, "jobs": jobs})
+    subprocess.run(command, input=text, text=True, check=True, env=compiler_environment())
+    return directory, modules
+
+
+def usage(built: tuple[Path, dict[str, KernelModule]], name: str, function: str) -> dict:
+    return json.loads((built[0] / f"{name}.{function}.json").read_text())
+
+
+def instructions(built: tuple[Path, dict[str, KernelModule]], name: str, function: str) -> str:
+    command = [cross_compile_worker.tool("cuobjdump"), "-sass", str(built[0] / f"{name}.{function}.cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_nothing_spills(built, name):
+    for launch in built[1][name].launches:
+        assert usage(built, name, launch.function)["stack_bytes"] <= (64 if name == "kda_four_tokens" else 0)
+
+
+@pytest.mark.parametrize("name", ["indexer", "indexer_paged", "indexer_two_tokens"])
+def test_scores_use_warp_group_products_and_leave_room_for_four_programs(built, name):
+    code = instructions(built, name, "score_keys")
+    assert "HGMMA" in code and "HMMA" not in code
+    scores = usage(built, name, "score_keys")
+    assert scores["registers"] <= 128
+    assert scores["shared_memory"] <= 56 * 1024 or name == "indexer_two_tokens"
+
+
+@pytest.mark.parametrize("name", ["attention_h64_b1", "attention_h32_b64", "attention_h64_paged"])
+def test_attention_uses_warp_group_products(built, name):
+    code = instructions(built, name, "attend_split")
+    assert "HGMMA" in code and "HMMA" not in code
+    assert usage(built, name, "attend_split")["shared_memory"] <= 160 * 1024
+
+
+def test_gathered_rows_are_copied_in_16_byte_pieces(built):
+    assert "LDGSTS.E.BYPASS.128" in instructions(built, "attention_h32_b64", "attend_split")
+
+
+@pytest.mark.parametrize("name", ["indexer_fp32", "attention_fp32"])
+def test_fp32_operands_keep_their_bits(built, name):
+    """No tensor core product: those would round the operands to TF32."""
+    code = instructions(built, name, "score_keys" if name == "indexer_fp32" else "attend_split")
+    assert "GMMA" not in code and "HMMA" not in code and "FFMA" in code
+
+
+def test_state_moves_in_16_byte_pieces(built):
+    code = instructions(built, "kda_vk", "kda_step")
+    assert "LDG.E.128" in code and "STG.E.128" in code
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_masked_loads_name_what_absent_lanes_hold(path):
+    loads = [
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load"
+    ]
+    assert loads
+    for load in loads:
+        given = {keyword.arg for keyword in load.keywords}
+        assert len(load.args) == 1 and ("mask" in given) == ("other" in given), f"{path.name}:{load.lineno}"
+
+
+@pytest.mark.parametrize("name", ["indexer_paged", "attention_h64_b1", "kda_vk"])
+def test_texts_stand_alone(name):
+    text = BUILDERS[REQUESTS[name].op](REQUESTS[name]).text
+    assert text == BUILDERS[REQUESTS[name].op](REQUESTS[name]).text
+    tree = ast.parse(text)
+    imported = {
+        module.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for module in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+    }
+    assert imported == {"typing", "torch", "triton"}
+    assigned = next(node for node in tree.body if isinstance(node, ast.AnnAssign))
+    assert assigned.value is not None and ast.literal_eval(assigned.value)
+
+
+@pytest.mark.parametrize(
+    ("request_", "complaint"),
+    [
+        (attention(width=4096), "latent of 4096 columns"),
+        (delta(side=512), "state of 512 x 512"),
+        (indexer(dtype="float64"), "q is float64"),
+        (KernelRequest("sparse_attention", {**attention().tensors, "indices": None}, {"scale": 1.0}), "'indices'"),
+    ],
+)
+def test_what_no_kernel_serves_is_refused(request_, complaint):
+    with pytest.raises(CompileError, match=complaint):
+        BUILDERS[request_.op](request_)
