@@ -115,7 +115,7 @@ def compile_source(source: str, configs: list[CompileConfig], out: Path | None, 
     for config in configs:
         session = new_session(config, notify)
         model = load_source(source, config)
-        directory = out or Path(f"{model.name}-{model.phase}-{model.shape_key}")
+        directory = out or Path(f"{model.name}-{model.shape_key}")  # the key starts with the phase
         if out is not None and len(configs) > 1:
             directory = out / model.shape_key
         reports.append(_compile_one(source, model, directory, session))

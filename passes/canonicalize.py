@@ -15,6 +15,7 @@ from kimigraph.passes.cleanup.asserts import drop_metadata_asserts, drop_scalar_
 from kimigraph.passes.cleanup.common import merge_common
 from kimigraph.passes.cleanup.decompact import find_compactions, fold_sizes, prove_removable, remove_compaction
 from kimigraph.passes.cleanup.no_ops import drop_no_ops
+from kimigraph.passes.cleanup.storage import StorageFacts
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,15 @@ class Canonicalize(Pass):
 
 
 def _undo_compactions(graph: Graph, remarks: list[Remark]) -> int:
-    removed = 0
-    for compaction in find_compactions(graph):
+    compactions = find_compactions(graph)
+    if not compactions:
+        return 0
+    facts, removed = StorageFacts.of(graph), 0
+    for compaction in compactions:
         keep = compaction.keep
         sites = tuple(site.name for site in compaction.sites)
         try:
-            prove_removable(graph, compaction)
+            prove_removable(graph, compaction, facts)
         except Refused as refusal:
             remarks.append(refusal.remark(Canonicalize.name, keep))
             continue

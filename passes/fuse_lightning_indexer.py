@@ -26,12 +26,15 @@ from kimigraph.passes.algebra.rule import FusionPass, descriptor_of, require_unu
 from kimigraph.passes.algebra.unify import Either, Leaf, Literal, Match, Op, Scaled, Sum, Trace, scaling
 
 ATEN = torch.ops.aten
-PRODUCTS = ("matmul", "bmm", "mm", "sum")
+PRODUCTS = ("matmul", "bmm", "sum")
 
 _DOTS = Scaled("before", Sum(Op("mul", Leaf("q"), Leaf("keys")), "d"))
 _RELU = Either(Op("relu", _DOTS), Op("clamp_min", _DOTS, Literal(0)), Op("clamp", _DOTS, Literal(0)))
 SCORE = Scaled("after", Sum(Op("mul", Leaf("weights"), Scaled("between", _RELU)), "h"))
 """A Lightning Indexer's score, read under the axes b, s, t."""
+
+OPERANDS = (("q", "the query", "bshd"), ("keys", "the key cache", "btd"), ("weights", "the head weights", "bsh"))
+"""Leaf, name for people, and axes of the operator's tensors."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +139,11 @@ def find_score(topk: Node) -> Scored:
     trace = Trace()
     for scored in _scores(source, frame, Scored(Match()), trace):
         return scored
-    node = trace.node or topk
-    near = trace.depth >= 1 and _above_product(node)
-    raise Refused(trace.reason, node, trace.depth if near else 0)
+    keys = shape(source)[-1]
+    miss = trace.deepest(lambda miss: miss.depth >= 1 and _above_product(miss.node, keys))
+    if miss is None:
+        raise Refused("its scores are no weighted sum of products", topk)
+    raise Refused(miss.reason, miss.node, miss.depth)
 
 
 def _scores(value: Node, frame: Frame, above: Scored, trace: Trace) -> Iterator[Scored]:
@@ -158,15 +163,16 @@ def _scores(value: Node, frame: Frame, above: Scored, trace: Trace) -> Iterator[
         yield from _scores(score, inner.operand(shape(base)), replace(above, masks=masks, path=path), trace)
 
 
-def _above_product(node: Node, depth: int = 6) -> bool:
-    """Whether a node with an unexpected operation sits over a product, as an indexer's activation does."""
+def _above_product(node: Node, keys: int, depth: int = 6) -> bool:
+    """Whether a node with an unexpected operation sits over products with the keys, as an indexer's activation does."""
     for _ in range(depth):
         base, _chain = peel(node, casts="float")
         if packet(base) in PRODUCTS:
-            return True
-        if not base.args or not isinstance(base.args[0], Node):
+            return rank(base) >= 3 and keys in shape(base)
+        inner = base.args[0] if base.args and packet(base) != "linear" else None
+        if not isinstance(inner, Node) or shape(inner) != shape(base):
             return False
-        node = base.args[0]
+        node = inner
     return False
 
 
@@ -181,14 +187,12 @@ def _checked(graph: Graph, topk: Node, scored: Scored) -> IndexerSite:
         raise Refused("k is computed", topk)
     require_unused_elsewhere([*scored.path, *match.path], [topk])
     sizes = {**match.leaf("weights").sizes(), **match.leaf("q").sizes()}
-    operands = {
-        "q": operand("the query", match.leaf("q"), "bshd", sizes),
-        "keys": operand("the key cache", match.leaf("keys"), "btd", sizes),
-        "weights": operand("the head weights", match.leaf("weights"), "bsh", sizes),
-    }
-    for name, found in operands.items():
-        require_type(name, found.node, FLOATS)
-        require_unwritten(graph, name, found, topk)
+    operands: dict[str, Operand] = {}
+    for name, what, axes in OPERANDS:
+        found = operand(what, match.leaf(name), axes, sizes)
+        require_type(what, found.node, FLOATS)
+        require_unwritten(graph, what, found, topk)
+        operands[name] = found
     for mask in scored.masks:
         require_unwritten(graph, "the mask", Operand(mask.term.node, (), mask.term.score), topk)
     want = (sizes["b"], sizes["s"], sizes["t"])

@@ -17,7 +17,7 @@ from kimigraph.ir.program import CapturedProgram
 from kimigraph.passes.algebra.attention import Attention, attention_at, is_sink
 from kimigraph.passes.algebra.frames import Operand
 from kimigraph.passes.algebra.latent import LatentExpansion, expansion_of
-from kimigraph.passes.algebra.masks import atoms
+from kimigraph.passes.algebra.masks import selects
 from kimigraph.passes.algebra.pieces import Piece, pieces
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import build, call, replace
@@ -56,8 +56,7 @@ class FuseSparseAttention(FusionPass):
     def check(self, program: CapturedProgram, anchor: Node) -> AttentionSite:
         """The sparse latent attention around this sink."""
         attention = attention_at(anchor)
-        conditions = [atom for mask in attention.masks for atom in atoms(mask.node, mask.sense)]
-        selected = any(atom.kind in ("picks", "counted") for atom in conditions)
+        selected = selects(attention.masks)
         try:
             expansion = expansion_of(attention)
         except Refused as refusal:

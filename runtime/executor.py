@@ -1,9 +1,8 @@
 """Runs an artifact: its program bound to weights on one device."""
 
-import importlib.util
-import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,72 +10,99 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from kimigraph.ir.errors import CompileError, CorruptArtifactError, UsageError
-from kimigraph.ir.manifest import Manifest
+from kimigraph.ir import env
+from kimigraph.ir.errors import CompileError, UsageError
+from kimigraph.ir.manifest import verify_artifact
 from kimigraph.ir.program import InputSpec
 
 Step = Callable[..., tuple[torch.Tensor, ...]]
 
 
+class InputMismatchError(UsageError, TypeError):
+    """A tensor is not what the program was compiled for: another shape, dtype, device or layout."""
+
+
+def require_runnable(target: str) -> None:
+    """UsageError, with the remedy, unless this process can run programs of ``target``."""
+    if target == "cpu" and not env.enable_interpreter():
+        raise UsageError(
+            "target 'cpu' runs Triton kernels under the interpreter, and triton was imported without it: "
+            "set TRITON_INTERPRET=1 before the first import of triton, or use target 'cpu:reference'"
+        )
+    if target.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise UsageError(
+                f"target {target!r} runs on a CUDA device and torch finds none here: run it where there is one, "
+                "or compile with target 'cpu' or 'cpu:reference' ('cuda:sm_90' can be compiled anywhere, not run)"
+            )
+        if env.interpreting():
+            raise UsageError(
+                f"target {target!r} runs compiled kernels, and this process interprets them: unset TRITON_INTERPRET, "
+                "or use a process of its own for target 'cpu'"
+            )
+
+
 def device_of(target: str) -> torch.device:
-    """The device that a target's programs run on."""
-    return torch.device("cuda" if target.startswith("cuda") else "cpu")
+    """The device that a target's programs run on: for cuda the current one."""
+    return torch.device("cuda", torch.cuda.current_device()) if target.startswith("cuda") else torch.device("cpu")
 
 
 def load_program(directory: Path) -> ModuleType:
-    """Import ``program.py`` of an artifact under a module name of its own, so that many can live in one process."""
+    """``program.py`` of an artifact as a module of its own, so that many can live in one process.
+
+    It is compiled from its text: no byte code is written into the artifact, and none can be stale.
+    """
     path = directory / "program.py"
-    spec = importlib.util.spec_from_file_location(f"kimigraph_program_{uuid.uuid4().hex}", path)
-    if spec is None or spec.loader is None:
-        raise CorruptArtifactError(f"{path} cannot be imported: compile the model again")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
+    module = ModuleType(f"kimigraph_program_{uuid.uuid4().hex}")
+    module.__file__ = str(path)
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(module))
     return module
+
+
+def laid_out(values: torch.Tensor, spec: InputSpec) -> torch.Tensor:
+    """A copy of ``values`` in the strides of ``spec``."""
+    copy = torch.empty_strided(spec.shape, spec.stride, dtype=values.dtype, device=values.device)
+    return copy.copy_(values)
 
 
 class Executor:
     """A program bound to its weights.
 
-    ``tensors`` maps the outside names of bound inputs (state-dict names) to tensors on the artifact's device. A call takes
-    the caller's tensors (caches and inputs) in manifest order and returns the step's outputs; mutated ones change in place.
+    ``tensors`` maps the outside names of bound inputs (state-dict names) to tensors; those on the artifact's device and in
+    its layout are bound as they are, so that later changes of a weight are seen. A call takes the caller's tensors (caches
+    and inputs) in manifest order and returns the step's outputs; mutated ones change in place.
+
+    Raises CorruptArtifactError when a file is not what the manifest says, UsageError when this process cannot run the
+    target or a weight is missing, InputMismatchError (a TypeError) when a tensor is not what the program was compiled for.
     """
 
-    def __init__(self, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-        self.manifest = Manifest.read(directory)
-        self.manifest.verify_files(directory)
+    def __init__(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.manifest = verify_artifact(directory)
+        require_runnable(self.manifest.target)
         self.device = device_of(self.manifest.target)
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise UsageError(
-                f"{directory} was compiled for {self.manifest.target} and this machine has no CUDA device: "
-                "run it where one is, or compile with --target cpu or cpu:reference"
-            )
         self._step: Step = load_program(directory).step
         self._caller = tuple(spec for spec in self.manifest.inputs if not spec.bound)
-        self._arguments: list[torch.Tensor | None] = self._bind(directory, tensors)
-        self._slots = [index for index, spec in enumerate(self.manifest.inputs) if not spec.bound]
+        self.bound = self._bind(directory, tensors)
+        """The bound tensors by outside name; the program updates those that the model keeps as state."""
 
-    def _bind(self, directory: Path, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
+    def _bind(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         constants = directory / "constants.bin"
         stored = load_file(constants) if constants.exists() else {}
-        bound: list[torch.Tensor | None] = []
+        bound: dict[str, torch.Tensor] = {}
         missing: list[str] = []
         for spec in self.manifest.inputs:
-            tensor = None
-            if spec.bound:
-                tensor = stored.get(spec.name) if spec.kind == "constant" else tensors.get(spec.source)
-                if tensor is None:
-                    missing.append(spec.source)
-                else:
-                    tensor = self._fit(spec, tensor.to(self.device))
-            bound.append(tensor)
+            if not spec.bound:
+                continue
+            tensor = stored.get(spec.name) if spec.kind == "constant" else tensors.get(spec.source)
+            if tensor is None:
+                missing.append(spec.source)
+            else:
+                bound[spec.source] = self._fit(spec, tensor.detach().to(self.device))
         if missing:
             names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise UsageError(f"the program needs weights that were not given: {names}")
+            raise UsageError(
+                f"the program needs weights that were not given: {names}. Give all of model.state_dict(), by its names"
+            )
         return bound
 
     @property
@@ -86,34 +112,44 @@ class Executor:
 
     def _fit(self, spec: InputSpec, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as the program expects it; anything that would change its meaning is an error."""
+        if not isinstance(tensor, torch.Tensor):
+            raise InputMismatchError(f"{spec.source} is a {type(tensor).__name__}, the program takes a tensor")
         if tuple(tensor.shape) != spec.shape or str(tensor.dtype) != f"torch.{spec.dtype}":
-            raise TypeError(
+            raise InputMismatchError(
                 f"{spec.source} is {tensor.dtype} {tuple(tensor.shape)}, the program was compiled for "
                 f"torch.{spec.dtype} {spec.shape}: compile for this shape, or pass the tensor it expects"
             )
-        if tensor.device.type != self.device.type:
-            raise TypeError(f"{spec.source} is on {tensor.device}, the program runs on {self.device}: move it there")
+        if tensor.device != self.device:
+            raise InputMismatchError(
+                f"{spec.source} is on {tensor.device}, the program runs on {self.device}: move it there"
+            )
         if _same_layout(tensor, spec):
             return tensor
-        if spec.mutated:
-            raise TypeError(
+        if spec.mutated and not spec.bound:
+            raise InputMismatchError(
                 f"{spec.source} has strides {tensor.stride()}, the program updates it in place with strides "
                 f"{spec.stride}: allocate it as `Compiled.new_caches` does"
             )
-        laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
-        return laid_out.copy_(tensor)
+        if any(step == 0 and size > 1 for step, size in zip(spec.stride, spec.shape, strict=True)):
+            raise InputMismatchError(
+                f"{spec.source} was an expanded tensor with strides {spec.stride} when the program was compiled and has "
+                f"strides {tensor.stride()} now: compile for a contiguous one, which any layout fits"
+            )
+        return laid_out(tensor, spec)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One step."""
         if len(tensors) != len(self._caller):
-            raise TypeError(f"the program takes {len(self._caller)} tensors, {len(tensors)} were given")
-        arguments: list[Any] = list(self._arguments)
-        for slot, spec, tensor in zip(self._slots, self._caller, tensors, strict=True):
-            arguments[slot] = self._fit(spec, tensor)
-        with torch.no_grad():
+            raise InputMismatchError(f"the program takes {len(self._caller)} tensors, {len(tensors)} were given")
+        given = {spec.source: self._fit(spec, tensor) for spec, tensor in zip(self._caller, tensors, strict=True)}
+        arguments = [(self.bound if spec.bound else given)[spec.source] for spec in self.manifest.inputs]
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with torch.no_grad(), on_device:
             outputs = self._step(*arguments)
         if len(outputs) != len(self.manifest.outputs):
-            raise CompileError(f"the program returned {len(outputs)} tensors, its manifest lists {len(self.manifest.outputs)}")
+            raise CompileError(
+                f"the program returned {len(outputs)} tensors, its manifest lists {len(self.manifest.outputs)}"
+            )
         return outputs
 
 

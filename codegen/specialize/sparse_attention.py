@@ -8,32 +8,39 @@ from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, need
 PROGRAMS = 128  # about one a streaming multiprocessor: fewer leave some idle, more only add partial results
 MOST_SPLITS = 64
 ACCUMULATORS = 64 * 512  # fp32 output tile of one program: half of the register file of one SM
+SHARED_BYTES = 224 * 1024  # queries and gathered rows of one program; an SM of sm_90 has 227 KiB
 MERGE_TILE = 8192
 
 
-def tile(request: KernelRequest, heads: int, width: int, picks: int, itemsize: int) -> dict[str, int]:
-    """Heads, latent columns and picks that a program holds at once."""
-    block_l = padded(width, 16)
-    most_heads = ACCUMULATORS // block_l // (1 if itemsize == 2 else 4)
-    if most_heads < 16:
-        raise refuse(
-            request,
-            f"a latent of {width} columns exceeds a tile",
-            f"at most {ACCUMULATORS // 16 // (1 if itemsize == 2 else 4)} fit",
-        )
-    # From 17 heads on a tile has the 64 rows of a warp-group product.
-    wanted = 16 if heads <= 16 else 64 if itemsize == 2 else 32
-    return {
-        "BLOCK_K": min(padded(picks, 16), 32 if itemsize == 2 else 16),
-        "BLOCK_H": min(wanted, most_heads),
-        "BLOCK_L": block_l,
-    }
+def tile(request: KernelRequest, rows: int, paged: bool, itemsize: int) -> tuple[dict[str, int], int]:
+    """Heads, latent columns, rope columns and picks that a program holds at once, and the loads it keeps in flight."""
+    heads, width = needed(request, "q_latent").shape[-2:]
+    q_rope, picks = request.tensors.get("q_rope"), needed(request, "indices").shape[-1]
+    block_l, block_r = padded(width, 16), padded(0 if q_rope is None else q_rope.shape[-1], 16)
+    # fp32 products keep their operands in registers. From 17 heads on a 16-bit tile fills a warp-group product.
+    most_heads = max(ACCUMULATORS // block_l // (1 if itemsize == 2 else 4), 16)
+    block_h = min(16 if heads <= 16 else 64 if itemsize == 2 else 32, most_heads)
+    # Long parts want large steps; the addresses of pages take the registers that a large step needs.
+    long = itemsize == 2 and not paged and picks >= 64 * programs_per_row(rows * ceil_div(heads, block_h))
+    for block_k, stages in (((64, 2),) if long else ()) + (((32, 2),) if itemsize == 2 else ()) + ((16, 2), (16, 1)):
+        block_k = min(padded(picks, 16), block_k)
+        if (
+            itemsize * (block_h + stages * block_k) * (block_l + block_r) <= SHARED_BYTES
+            and block_h * block_l <= ACCUMULATORS
+        ):
+            return {"BLOCK_K": block_k, "BLOCK_H": block_h, "BLOCK_L": block_l, "BLOCK_R": block_r}, stages
+    raise refuse(request, f"a latent of {width} columns exceeds a tile", "at most 2048 of 16 bits or 1024 of fp32 fit")
+
+
+def programs_per_row(rows: int) -> int:
+    """How many programs should share the list of each of ``rows`` (index row, head group) pairs."""
+    return min(max(PROGRAMS // max(rows, 1), 1), MOST_SPLITS)
 
 
 def split(rows: int, picks: int, block_k: int, splits: int | None) -> tuple[int, int]:
     """How many programs share a row's list, and how many picks each takes (a multiple of the tile)."""
     blocks = max(ceil_div(picks, block_k), 1)
-    wanted = min(max(PROGRAMS // max(rows, 1), 1), MOST_SPLITS) if splits is None else splits
+    wanted = programs_per_row(rows) if splits is None else splits
     each = ceil_div(blocks, min(wanted, blocks)) * block_k
     return max(ceil_div(picks, each), 1), each
 
@@ -52,7 +59,7 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
     dtypes = {spec.dtype for spec in (q_latent, q_rope, latent, rope) if spec is not None}
     mixed = len(dtypes) > 1
     itemsize = 4 if mixed or "float32" in dtypes else 2
-    blocks = tile(request, heads, width, picks, itemsize)
+    blocks, stages = tile(request, batch * tokens, table is not None, itemsize)
     groups = ceil_div(heads, blocks["BLOCK_H"])
     parts, each = split(batch * tokens * groups, picks, blocks["BLOCK_K"], splits)
     attend: dict[str, Any] = {
@@ -73,10 +80,10 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
         "SPLITS": parts,
         "SPLIT": each,
         **blocks,
-        "BLOCK_R": padded(rope_width, 16),
         "UPCAST": mixed,
+        "INTERPRET": False,
     }
-    attend_options = {"num_warps": 8 if blocks["BLOCK_H"] * blocks["BLOCK_L"] >= 16384 else 4, "num_stages": 2}
+    attend_options = {"num_warps": 8 if blocks["BLOCK_H"] * blocks["BLOCK_L"] >= 16384 else 4, "num_stages": stages}
     merge = None if parts == 1 else merge_constants(heads, width, parts)
     merge_options = {"num_warps": 4, "num_stages": 1}
     constants: dict[str, Any] = {
@@ -99,7 +106,7 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
         "out": q_latent.dtype if merge is None else "float32",
         "out_lse": "float32",
     }
-    launches = [ahead_of_time("attend_split", operands, {**attend, "INTERPRET": False}, attend_options)]
+    launches = [ahead_of_time("attend_split", operands, attend, attend_options)]
     if merge is not None:
         merge_groups = ceil_div(heads, merge["BLOCK_H"])
         constants["merge_grid"] = (batch * tokens * merge_groups, ceil_div(width, merge["BLOCK_L"]))
@@ -110,7 +117,7 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
             "out": q_latent.dtype,
             "out_lse": "float32",
         }
-        launches.append(ahead_of_time("merge_splits", results, {**merge, "INTERPRET": False}, merge_options))
+        launches.append(ahead_of_time("merge_splits", results, merge, merge_options))
     return KernelModule(render("sparse_attention", constants), tuple(launches))
 
 
@@ -119,4 +126,5 @@ def merge_constants(heads: int, width: int, parts: int) -> dict[str, Any]:
     block_p = padded(parts)
     block_l = min(padded(width), max(MERGE_TILE // block_p, 1))
     block_h = min(padded(heads), max(MERGE_TILE // (block_p * block_l), 1))
-    return {"H": heads, "L": width, "SPLITS": parts, "BLOCK_P": block_p, "BLOCK_H": block_h, "BLOCK_L": block_l}
+    blocks = {"BLOCK_P": block_p, "BLOCK_H": block_h, "BLOCK_L": block_l}
+    return {"H": heads, "L": width, "SPLITS": parts, **blocks, "INTERPRET": False}

@@ -25,6 +25,8 @@ def main(
     parser.add_argument("--seed", type=int, help="seed of the tensors (default: that of manifest.json)")
     parser.add_argument("--check", action="store_true", help="compare with the checksums of manifest.json")
     options = parser.parse_args()
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"{here} was compiled for cuda, and torch finds no CUDA device: run it where there is one")
     manifest = json.loads((here / "manifest.json").read_bytes())
     seed = manifest["seed"] if options.seed is None else options.seed
     seeded, files = load("support/seeded.py"), load("support/tensor_file.py")

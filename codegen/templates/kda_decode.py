@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
-INTERPRET = triton.knobs.runtime.interpret
+INTERPRET = knobs.runtime.interpret
 CONSTANTS: dict[str, Any] = {}
 
 
@@ -252,8 +253,9 @@ def kda_step(
 def launch(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate=None, norm_weight=None):
     """The operator's tensors in schema order -> [B, S, H, V]; ``conv_state`` and ``state`` change in place."""
     out = torch.empty(CONSTANTS["out"], dtype=qkv.dtype, device=qkv.device)
+    constants = {**CONSTANTS["kda_step"], "INTERPRET": INTERPRET}
     kda_step[CONSTANTS["grid"]](
         qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight, out,
-        INTERPRET=INTERPRET, **CONSTANTS["kda_step"], **CONSTANTS["options"],
+        **constants, **CONSTANTS["options"],
     )  # fmt: skip
     return out

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
-INTERPRET = triton.knobs.runtime.interpret
+INTERPRET = knobs.runtime.interpret
 CONSTANTS: dict[str, Any] = {}
 
 
@@ -146,20 +147,20 @@ def load_codes(row, start, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def threshold_code(row, limit, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The last winner's code, and how many keys of just that code win: a search from the top, 8 bits a pass."""
+    """The last winner's code, and how many keys of just that code win: a search from the top, 8 bits a pass.
+
+    Needs K < ``limit``. Hidden keys and lanes past the row count as code 0, the last to be chosen: the threshold is 0
+    if fewer than K keys are visible, and then the number of ties is not meant.
+    """
     digit = tl.arange(0, 256)
     prefix = tl.full([], 0, tl.uint32)
     wanted = tl.full([], K, tl.int32)
-    for step in tl.static_range(4):
+    for step in range(4):
+        shift = 24 - 8 * step
         counts = tl.zeros([256], tl.int32)
         for start in range(0, limit, BLOCK):
-            code = load_codes(row, start, limit, BLOCK)
-            matches = code != 0
-            if step > 0:
-                matches = matches & ((code >> (32 - 8 * step)) == prefix)
-            counts += tl.histogram(((code >> (24 - 8 * step)) & 255).to(tl.int32), 256, mask=matches)
-        if step == 0:
-            wanted = tl.minimum(wanted, tl.sum(counts))
+            high = load_codes(row, start, limit, BLOCK) >> shift
+            counts += tl.histogram((high & 255).to(tl.int32), 256, mask=(high >> 8) == prefix)
         at_least = tl.cumsum(counts, 0, reverse=True)
         chosen = tl.sum((at_least >= wanted).to(tl.int32)) - 1
         wanted -= tl.sum(tl.where(digit > chosen, counts, 0))

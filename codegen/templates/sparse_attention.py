@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
-INTERPRET = triton.knobs.runtime.interpret
+INTERPRET = knobs.runtime.interpret
 CONSTANTS: dict[str, Any] = {}
 
 
@@ -190,19 +191,19 @@ def launch(q_latent, q_rope, latent, rope, indices, block_table=None):
     out = torch.empty(CONSTANTS["out"], dtype=q_latent.dtype, device=q_latent.device)
     lse = torch.empty(CONSTANTS["lse"], dtype=torch.float32, device=q_latent.device)
     attend, merge = CONSTANTS["attend_split"], CONSTANTS["merge_splits"]
-    parts, part_lse = out, lse
-    if merge is not None:
-        parts = torch.empty(CONSTANTS["parts"], dtype=torch.float32, device=q_latent.device)
-        part_lse = torch.empty(CONSTANTS["part_lse"], dtype=torch.float32, device=q_latent.device)
     if INTERPRET:
         # The interpreter's products of 16-bit floats are wrong (bf16) or rounded (fp16).
-        attend = {**attend, "UPCAST": True}
-    attend_split[CONSTANTS["attend_grid"]](
-        q_latent, q_rope, latent, rope, indices, block_table, parts, part_lse,
-        INTERPRET=INTERPRET, **attend, **CONSTANTS["attend_options"],
-    )  # fmt: skip
-    if merge is not None:
-        merge_splits[CONSTANTS["merge_grid"]](
-            parts, part_lse, out, lse, INTERPRET=INTERPRET, **merge, **CONSTANTS["merge_options"]
+        attend = {**attend, "UPCAST": True, "INTERPRET": True}
+    if merge is None:
+        attend_split[CONSTANTS["attend_grid"]](
+            q_latent, q_rope, latent, rope, indices, block_table, out, lse, **attend, **CONSTANTS["attend_options"]
         )
+        return out, lse
+    parts = torch.empty(CONSTANTS["parts"], dtype=torch.float32, device=q_latent.device)
+    part_lse = torch.empty(CONSTANTS["part_lse"], dtype=torch.float32, device=q_latent.device)
+    attend_split[CONSTANTS["attend_grid"]](
+        q_latent, q_rope, latent, rope, indices, block_table, parts, part_lse, **attend, **CONSTANTS["attend_options"]
+    )
+    merge = {**merge, "INTERPRET": INTERPRET}
+    merge_splits[CONSTANTS["merge_grid"]](parts, part_lse, out, lse, **merge, **CONSTANTS["merge_options"])
     return out, lse

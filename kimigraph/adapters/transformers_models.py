@@ -4,6 +4,8 @@
 
 import logging
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,9 +156,13 @@ def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
 
 def load_model(config: Any, dtype: torch.dtype, directory: Path) -> nn.Module:
     """The model with the weights of ``directory``; UsageError when weights are missing."""
-    model, loading = _model_class(config).from_pretrained(
-        str(directory), config=config, dtype=dtype, local_files_only=True, output_loading_info=True
-    )
+    try:
+        with _silent_loading():
+            model, loading = _model_class(config).from_pretrained(
+                str(directory), config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UsageError(f"the weights in {directory} do not load: {' '.join(str(error).split())[:600]}") from error
     missing = sorted(name for name in loading["missing_keys"] if ".visual." not in name)
     if missing:
         raise UsageError(
@@ -165,6 +171,23 @@ def load_model(config: Any, dtype: torch.dtype, directory: Path) -> nn.Module:
         )
     model.eval().requires_grad_(False)
     return _without_vision(model) if config.model_type == "glm5_next" else model
+
+
+@contextmanager
+def _silent_loading() -> Generator[None]:
+    """Without progress bars and load reports: what is missing is an error of our own."""
+    from transformers.utils import logging as reports
+
+    logger, bars = logging.getLogger("transformers.modeling_utils"), reports.is_progress_bar_enabled()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    reports.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            reports.enable_progress_bar()
 
 
 def new_cache(

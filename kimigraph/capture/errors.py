@@ -68,4 +68,3 @@ def user_line(trace: TracebackType | None) -> str:
 
 def _shorten(text: str, limit: int = 600) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
-

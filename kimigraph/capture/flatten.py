@@ -145,7 +145,7 @@ def _copy_body(
 
 def _meta(node: Node, prefix: str) -> dict[str, Any]:
     """The node's meta, module paths without the wrapper's prefix."""
-    meta = dict(node.meta)
+    meta = {"val": None, **node.meta}  # assertions return nothing
     stack = meta.get("nn_module_stack")
     if stack and prefix:
         meta["nn_module_stack"] = {key: (path.removeprefix(prefix), kind) for key, (path, kind) in stack.items()}

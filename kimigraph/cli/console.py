@@ -2,22 +2,18 @@
 
 import json
 import math
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, redirect_stdout
+from itertools import zip_longest
 from typing import Any
 
 import typer
 
-PLAIN_WIDTH = 1000
-"""Columns of a console that is no terminal: wide enough that no path is broken in two."""
-
-
-def result_console() -> Any:
-    """A rich console on stdout; without a terminal it writes plain text and wraps nothing."""
-    from rich.console import Console
-
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+MIN_WRAP = 20
+"""Columns that the last cell of a row gets at least, on however narrow a terminal."""
 
 
 def print_json(document: Any) -> None:
@@ -26,14 +22,14 @@ def print_json(document: Any) -> None:
 
 
 def print_columns(rows: list[tuple[str, ...]], indent: int = 0) -> None:
-    """Print rows in aligned columns; the last column wraps on a terminal."""
-    from rich.padding import Padding
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    """Print rows in aligned columns. The last column wraps on a terminal; elsewhere a row is a line."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for row in rows:
-        table.add_row(*row)
-    result_console().print(Padding(table, (0, 0, 0, indent)))
+        start = " " * indent + "".join(f"{cell:<{width}}  " for cell, width in zip(row[:-1], widths, strict=False))
+        room = max(columns - len(start), MIN_WRAP)
+        lines = textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False) or [""]
+        typer.echo("\n".join([start + lines[0], *(" " * len(start) + line for line in lines[1:])]).rstrip())
 
 
 @contextmanager

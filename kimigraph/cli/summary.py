@@ -1,6 +1,7 @@
 """The summary that ``kimigraph compile`` prints when no JSON is asked for."""
 
-from typing import Any
+from collections import Counter
+from typing import Any, cast
 
 import typer
 
@@ -9,10 +10,10 @@ from kimigraph.cli.console import print_columns
 
 def print_summary(report: dict[str, Any]) -> None:
     """Print the report of one compilation (the ``--json`` document) for a person."""
-    typer.echo(f"{report['source']}: {report['phase']} {report['shape_key']} for {report['target']}")
+    typer.echo(f"{report['source']}: {report['shape_key']} for {report['target']}")
     print_columns(_overview(report), indent=2)
     _section("fusions", [_fusion_row(fusion) for fusion in report["fusions"]])
-    _section("kernels", [_kernel_row(kernel) for kernel in report["kernels"]])
+    _section("kernels", _kernel_rows(report["kernels"]))
     _section("seconds", _timing_rows(report["timing"]))
 
 
@@ -43,13 +44,23 @@ def _fusion_row(fusion: dict[str, Any]) -> tuple[str, ...]:
     return fusion["rule"], "0x", fusion.get("reason", "")
 
 
-def _kernel_row(kernel: dict[str, Any]) -> tuple[str, ...]:
-    return kernel["file"], kernel["op"], f"{_scaled(kernel['bytes'])}B", f"{_scaled(kernel['flops'])}FLOP"
+def _kernel_rows(kernels: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """One row for all equal launches: file, operator, how often, bytes and FLOPs of each."""
+    counts = Counter((kernel["file"], kernel["op"], kernel["bytes"], kernel["flops"]) for kernel in kernels)
+    return [
+        (file, op, f"{count}x", f"{_scaled(size)}B", f"{_scaled(flops)}FLOP")
+        for (file, op, size, flops), count in counts.items()
+    ]
 
 
 def _timing_rows(timing: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [(name, f"{value:.2f}") for name, value in timing.items() if name != "passes"]
-    return rows + [(f"pass {name}", f"{value:.3f}") for name, value in timing.get("passes", {}).items()]
+    rows: list[tuple[str, ...]] = []
+    for name, value in timing.items():
+        if isinstance(value, dict):  # per pass
+            rows += [(f"pass {key}", f"{seconds:.2f}") for key, seconds in cast(dict[str, float], value).items()]
+        else:
+            rows.append((name, f"{value:.2f}"))
+    return rows
 
 
 def _section(title: str, rows: list[tuple[str, ...]]) -> None:

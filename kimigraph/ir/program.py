@@ -6,7 +6,6 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from kimigraph.ir.purity import storage_root
 from kimigraph.ir.regions import copy_graph_module
 
 InputKind = Literal["weight", "buffer", "constant", "cache", "input"]
@@ -69,11 +68,6 @@ class CapturedProgram:
     def placeholders(self) -> dict[str, Node]:
         """The placeholder nodes by name."""
         return {node.name: node for node in self.graph_module.graph.nodes if node.op == "placeholder"}
-
-    def descriptor_of(self, node: Node) -> str:
-        """The descriptor of the cache that ``node`` is or views; empty when it views none, or one without."""
-        root = storage_root(node).name
-        return next((spec.descriptor for spec in self.inputs if spec.name == root), "")
 
     def copy(self) -> "CapturedProgram":
         """The same program over a copy of its graph and regions, nodes named as before; tensors are shared."""

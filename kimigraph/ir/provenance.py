@@ -1,9 +1,13 @@
 """Where in the model, and in the user's source, a node comes from."""
 
+import os
 import re
 from typing import Any
 
+import torch
 from torch.fx import Node
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def module_path(node: Node) -> str:
@@ -21,9 +25,13 @@ def module_class(node: Node) -> str:
 
 
 def source_line(node: Node) -> str:
-    """``file:line`` of the innermost frame of the node's recorded stack trace; empty when there is none."""
+    """``file:line`` of the innermost frame of the node's recorded stack trace; empty when there is none.
+
+    Frames inside torch are passed over while there are others: a linear layer is where the model calls it.
+    """
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return ":".join(frames[-1]) if frames else ""
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH)]
+    return ":".join((own or frames)[-1]) if frames else ""
 
 
 def _innermost(node: Node) -> tuple[str, Any]:

@@ -25,9 +25,10 @@ def extract_region(graph_module: GraphModule, nodes: Collection[Node], name: str
     theirs and gives them one, or a write would change places with a use of the same storage.
     """
     graph = graph_module.graph
-    inside = [node for node in graph.nodes if node in set(nodes)]
+    members = set(nodes)
+    inside = [node for node in graph.nodes if node in members]
     _check_extractable(graph_module, inside, name)
-    outputs = [node for node in inside if any(user not in inside for user in node.users)]
+    outputs = [node for node in inside if any(user not in members for user in node.users)]
     place = _place(graph, inside, outputs)
     child, inputs = _child(graph_module, inside, outputs)
     graph_module.add_submodule(name, child)
@@ -36,7 +37,7 @@ def extract_region(graph_module: GraphModule, nodes: Collection[Node], name: str
     call.meta = {key: inside[-1].meta[key] for key in ("nn_module_stack", "stack_trace") if key in inside[-1].meta}
     call.meta["region"] = kind
     call.meta["replaces"] = tuple(node.name for node in inside)
-    _connect(graph, call, outputs, set(inside))
+    _connect(graph, call, outputs, members)
     for node in reversed(inside):
         graph.erase_node(node)
     return call

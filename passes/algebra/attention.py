@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from kimigraph.passes.algebra.frames import Frame, Occurrence
 from kimigraph.passes.algebra.layout import layout, peel
-from kimigraph.passes.algebra.masks import MaskTerm, mask_step, sense_of
+from kimigraph.passes.algebra.masks import MaskTerm, mask_step, selects, sense_of
 from kimigraph.passes.algebra.nodes import COPIES, argument, is_cast, is_number, packet, rank, shape
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.unify import Leaf, Match, Op, Scaled, Sum, Trace
@@ -68,7 +68,10 @@ def _spelled(sink: Node) -> Attention:
     if rank(source) != 4 or argument(sink, "dim") not in (-1, 3):
         raise Refused("the softmax is not over the keys of [B, H, S, T]", sink)
     match, masks, path = _score(source, Frame.of(AXES), (), ())
-    out, weights_path = _weighted_sum(sink)
+    try:
+        out, weights_path = _weighted_sum(sink)
+    except Refused as refusal:
+        raise refusal.raised_to(1 if selects(masks) else 0) from refusal
     v = out.args[1]
     assert isinstance(v, Node)
     batch, heads, tokens, keys = shape(source)

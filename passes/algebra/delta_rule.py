@@ -59,7 +59,8 @@ def delta_step(value: Node, layout: str) -> Match:
     frame = Frame.of("bh" + layout)
     match, trace = find(NEW_STATE, value, frame)
     if match is None:
-        raise Refused(f"the new state: {trace.reason}", trace.node or value, max(trace.depth, 0))
+        miss = trace.deepest()
+        raise Refused(f"the new state: {miss.reason if miss else ''}", miss.node if miss else value, miss.depth if miss else 0)
     return match
 
 
@@ -72,10 +73,9 @@ def read_out(graph: Graph, match: Match) -> tuple[Node, Match]:
             extended, trace = find(READ_OUT, node, _read_out_frame(node), match)
             if extended is not None:
                 return node, extended
-            refusal = Refused(
-                f"the read-out: {trace.reason}", trace.node or node, len(match.path) + max(trace.depth, 0)
-            )
-            best = best if best is not None and best.score >= refusal.score else refusal
+            miss = trace.deepest()
+            if miss is not None and (best is None or miss.depth > best.score):
+                best = Refused(f"the read-out: {miss.reason}", miss.node, miss.depth)
     raise best or Refused("the new state is not read out", new, len(match.path))
 
 

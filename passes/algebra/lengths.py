@@ -64,12 +64,11 @@ def length_of_mask(atom: Atom, place: Callable[[Tensor], Tensor], want: tuple[in
 
 def _ordered(node: Node) -> tuple[object, object, bool]:
     """(smaller, larger, strictly) of a comparison."""
-    left, right = node.args[0], node.args[1]
     name = packet(node)
     if name in ("le", "lt"):
-        return left, right, name == "lt"
+        return node.args[0], node.args[1], name == "lt"
     if name in ("ge", "gt"):
-        return right, left, name == "gt"
+        return node.args[1], node.args[0], name == "gt"
     raise Refused("the mask is no comparison of positions", node)
 
 

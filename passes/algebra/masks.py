@@ -29,6 +29,7 @@ from kimigraph.passes.algebra.nodes import (
 Sense = Literal["keep", "drop", "add"]
 """What True (or the value) of a mask means: visible, hidden, or a term added to the score."""
 
+PICKING = ("picks", "counted")
 COMPARISONS = frozenset(("le", "lt", "ge", "gt"))
 
 
@@ -185,6 +186,12 @@ def mask_step(node: Node) -> list[tuple[Node, MaskTerm]]:
         if isinstance(left, Node) and isinstance(right, Node):
             return [(left, MaskTerm(right, "add", node)), (right, MaskTerm(left, "add", node))]
     return []
+
+
+def selects(masks: Sequence[MaskTerm]) -> bool:
+    """Whether a list of picks is among the conditions of some masks."""
+    conditions = [atom for mask in masks for atom in atoms(mask.node, mask.sense)]
+    return any(atom.kind in PICKING for atom in conditions)
 
 
 def is_mask(node: Node) -> bool:

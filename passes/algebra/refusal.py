@@ -2,6 +2,7 @@
 
 from torch.fx import Node
 
+from kimigraph.ir.provenance import source_line
 from kimigraph.ir.remarks import Remark
 
 
@@ -29,13 +30,3 @@ class Refused(Exception):
             nodes=(anchor.name,),
             score=self.score,
         )
-
-
-def source_line(node: Node) -> str:
-    """``file:line`` of the user's code that made the node, or an empty text."""
-    frames = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines()]
-    frames = [line for line in frames if line.startswith('File "')]
-    if not frames:
-        return ""
-    path, _, rest = frames[-1].removeprefix('File "').partition('", line ')
-    return f"{path}:{rest.split(',')[0]}"

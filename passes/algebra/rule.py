@@ -8,10 +8,11 @@ from torch.fx import Graph, Node
 
 from kimigraph.ir import purity
 from kimigraph.ir.program import CapturedProgram
+from kimigraph.ir.provenance import source_line
 from kimigraph.ir.remarks import PassResult, Remark
 from kimigraph.passes.algebra.frames import Operand
 from kimigraph.passes.algebra.nodes import packet
-from kimigraph.passes.algebra.refusal import Refused, source_line
+from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.base import Pass, PassContext
 
 NEAR = 1

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from kimigraph.ir.operators import OPERATORS
 from kimigraph.passes.algebra.lengths import Length, length_of_mask, length_of_node
-from kimigraph.passes.algebra.masks import Atom, MaskTerm, atoms, missing
+from kimigraph.passes.algebra.masks import PICKING, Atom, MaskTerm, atoms, missing
 from kimigraph.passes.algebra.nodes import argument, constant, dtype, packet, rank, shape
 from kimigraph.passes.algebra.picks import source_of
 from kimigraph.passes.algebra.refusal import Refused
@@ -22,12 +22,12 @@ def selection_of(graph: Graph, sink: Node, masks: Sequence[MaskTerm], want: tupl
     ``want`` is (B, S, T). Refused when a further mask, a mask per head or another selection has a say.
     """
     conditions = [atom for mask in masks for atom in atoms(mask.node, mask.sense)]
-    chosen = [atom for atom in conditions if atom.kind in ("picks", "counted")]
+    chosen = [atom for atom in conditions if atom.kind in PICKING]
     if not chosen:
         return None
     if len({atom.key() for atom in chosen}) > 1:
         raise Refused("more than one selection masks the attention", chosen[1].node)
-    rest = [atom for atom in conditions if atom.kind not in ("picks", "counted")]
+    rest = [atom for atom in conditions if atom.kind not in PICKING]
     for mask in masks:
         if rank(mask.node) == 4 and shape(mask.node)[1] != 1:
             raise Refused("the mask differs from head to head", mask.node)
@@ -88,7 +88,10 @@ def _require_indexers_mask(
     if isinstance(lengths, Node):
         wanted = length_of_node(lengths, picks)
         for atom in open_atoms:
-            found = _length(atom, masks, want)
+            try:
+                found = _length(atom, masks, want)
+            except Refused as refusal:
+                raise _further(atom) from refusal
             if not found.same_as(wanted, graph):
                 raise Refused(f"the attention's mask {atom.node.name} is another length than the indexer's", atom.node)
         lost = [lengths] if not open_atoms else []
@@ -101,6 +104,10 @@ def _require_indexers_mask(
     lost += [atom.node for atom in missing(hidden, rest)]
     if lost:
         raise Refused(f"the indexer hides keys that the attention shows: {lost[0].name}", masks[0].node)
+
+
+def _further(atom: Atom) -> Refused:
+    return Refused(f"the attention has a mask that the indexer has not: {atom.node.name}", atom.node)
 
 
 def _length(atom: Atom, masks: Sequence[MaskTerm], want: tuple[int, int, int]) -> Length:

@@ -1,10 +1,10 @@
 """Patterns over subgraphs: commutative, blind to views, copies and casts, with every leaf's layout kept for the check.
 
 A pattern is matched from its result downwards. The same leaf name twice must be the same tensor. Where a match fails
-the trace keeps the deepest failure, so that a near miss can be explained.
+the trace keeps the failures, so that a near miss can be explained.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,23 +59,34 @@ class Match:
         return replace(self, path=(*self.path, *nodes))
 
 
-@dataclass
-class Trace:
-    """The deepest failure of an attempt: how many operations had matched, the node, and what was expected of it."""
+@dataclass(frozen=True)
+class Miss:
+    """One failure of an attempt: how many nodes had matched, the node, and what was expected of it."""
 
-    depth: int = -1
-    node: Node | None = None
-    expected: str = ""
-
-    def miss(self, match: Match, value: Any, expected: str) -> None:
-        """Remember a failure if no deeper one is known."""
-        if isinstance(value, Node) and len(match.path) > self.depth:
-            self.depth, self.node, self.expected = len(match.path), value, expected
+    depth: int
+    node: Node
+    expected: str
 
     @property
     def reason(self) -> str:
         """The failure in words."""
         return f"expected {self.expected}, found {described(self.node)}"
+
+
+@dataclass
+class Trace:
+    """The failures of an attempt. Trying operands in both orders makes some that mean nothing."""
+
+    misses: list[Miss] = field(default_factory=lambda: [])
+
+    def miss(self, match: Match, value: Any, expected: str) -> None:
+        """Note a failure."""
+        if isinstance(value, Node):
+            self.misses.append(Miss(len(match.path), value, expected))
+
+    def deepest(self, among: Callable[[Miss], bool] = lambda miss: True) -> Miss | None:
+        """The first of the deepest failures for which ``among`` holds."""
+        return max((miss for miss in self.misses if among(miss)), key=lambda miss: miss.depth, default=None)
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,8 @@ def find_compactions(graph: Graph) -> list[Compaction]:
     return found
 
 
-def prove_removable(graph: Graph, compaction: Compaction) -> None:
+def prove_removable(graph: Graph, compaction: Compaction, facts: StorageFacts) -> None:
     """Raise Refused, with reason and node, unless the graph computes the same without the compaction."""
-    facts = StorageFacts.of(graph)
     for site in compaction.sites:
         source = site.args[0]
         assert isinstance(source, Node)

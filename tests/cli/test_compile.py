@@ -114,7 +114,7 @@ def test_the_summary_says_what_happened_in_plain_text(cli: Any, compiler: Any) -
         CompileReport(
             source="k31_tiny",
             target="cpu",
-            shape_key="b2-t1-c256",
+            shape_key="decode-b2-t1-c256",
             graph={"nodes_before": 400, "nodes_after": 200},
             launches={"before": 190, "after": 90},
             fusions=[
@@ -128,26 +128,34 @@ def test_the_summary_says_what_happened_in_plain_text(cli: Any, compiler: Any) -
                 },
             ],
             kernels=[
-                {"name": "kda_1", "op": "kda_decode", "file": "kernels/kda_decode_0.py", "bytes": 1536000, "flops": 12}
+                {"name": name, "op": "kda_decode", "file": "kernels/kda_decode_0.py", "bytes": 1536000, "flops": 12}
+                for name in ("kda_1", "kda_2")
             ],
             cache={"status": "miss", "key": "ab", "reason": "first time"},
-            timing={"capture": 1.5, "total": 2.25, "passes": {"canonicalize": 0.125}},
+            timing={"capture": 1.5, "total": 2.25, "passes": {"canonicalize": 0.25}},
             verify=VERIFY,
             artifact="a-long-path/" * 20 + "artifact",
         )
     ]
     done = cli("compile", "model")
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert lines[0] == "k31_tiny: decode b2-t1-c256 for cpu"
+    assert lines[0] == "k31_tiny: decode-b2-t1-c256 for cpu"
     assert "raise-kda 3x via pattern" in lines
     assert "fuse-sparse-attention 0x the mask has [x] two users" in lines
-    assert "kernels/kda_decode_0.py kda_decode 1.54 MB 12 FLOP" in lines
+    assert "kernels/kda_decode_0.py kda_decode 2x 1.54 MB 12 FLOP" in lines
     assert "graph 400 nodes before the passes, 200 after" in lines
     assert "cache miss (first time)" in lines
     assert "verify passed against eager: largest error 1e-05, relative 2e-05, tolerance 0.0001" in lines
     assert f"artifact {'a-long-path/' * 20}artifact" in lines
-    assert "pass canonicalize 0.125" in lines
+    assert "pass canonicalize 0.25" in lines
     assert "\x1b" not in done.stdout
+    assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
+
+
+def test_the_stages_are_timed_with_and_without_the_passes_apart(cli: Any, compiler: Any) -> None:
+    compiler.reports = [CompileReport(timing={"passes": 0.5, "total": 2.0})]
+    lines = [line.split() for line in cli("compile", "model").stdout.splitlines()]
+    assert ["passes", "0.50"] in lines and ["total", "2.00"] in lines
 
 
 def test_a_failed_verification_is_reported_and_exits_with_3(cli: Any, compiler: Any) -> None:

@@ -1,6 +1,7 @@
 """program.py: it runs without kimigraph, its text is a function of the graph, and a reader finds the graph in it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from kimigraph.codegen.kernel_writer import build_kernels
 from kimigraph.codegen.program_writer import ProgramTitle, program_text
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.fake import infer
+from kimigraph.ir.manifest import verify_artifact
 from kimigraph.ir.seeded import same_checksum, seeded_tensor
 
 GOLDEN = Path(__file__).with_name("linear_program.py.expected")
@@ -52,6 +54,25 @@ def test_interpreted_kernels_print_the_checksums_of_the_references(name, program
     result = run_script(artifact_directory, "--check")
     assert result.returncode == 0, result.stderr
     assert list(parse(result.stdout)) == list(manifest.checksums)
+
+
+def test_a_path_may_hold_bytes_that_are_no_text(programs, tmp_path, run_script):
+    directory = tmp_path / os.fsdecode(b"caf\xe9 \xff")
+    directory.mkdir()
+    manifest = build_artifact(programs["lightning_indexer"](), "cpu", directory)
+    verify_artifact(directory)
+    result = run_script(directory, "--check")
+    assert result.returncode == 0, result.stderr
+    assert list(parse(result.stdout)) == list(manifest.checksums)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
+def test_a_cuda_program_says_that_there_is_no_gpu(programs, artifact_directory, run_script):
+    build_artifact(programs["linear"](), "cuda", artifact_directory)
+    result = run_script(artifact_directory)
+    assert result.returncode == 1
+    assert "finds no CUDA device" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_check_tells_a_wrong_result(programs, artifact_directory, run_script):

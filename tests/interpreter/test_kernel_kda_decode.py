@@ -10,7 +10,7 @@ from kimigraph.ir.reference.kda_decode import kda_decode as reference
 OPERANDS = (
     "qkv", "conv_weight", "conv_state", "gate", "dt_bias", "a_log", "beta", "state", "out_gate", "norm_weight",
 )  # fmt: skip
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # of the norm
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # of the norm
 LAYOUTS = ("kv", "vk")
 
 

@@ -11,7 +11,7 @@ from kimigraph.codegen.templates.sparse_attention import row_offsets
 from kimigraph.ir.reference.sparse_attention import sparse_attention as reference
 
 OPERANDS = ("q_latent", "q_rope", "latent", "rope", "indices", "block_table")
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # of the norm
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # of the norm
 
 
 def run(kernel, device, q_latent, q_rope, latent, rope, indices, block_table=None, *, scale=0.2, **options):

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import kimigraph.ir.operators  # noqa: F401  (registers the operators)
 from kimigraph.ir.program import CapturedProgram, InputSpec, OutputSpec
+
+import_module("kimigraph.ir.operators")  # registers the operators
 
 Build = Callable[..., CapturedProgram]
 

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-import kimigraph.ir.operators  # noqa: F401
 
 LATENT, KEYS = torch.ops.kimigraph.latent_write, torch.ops.kimigraph.index_key_write
 

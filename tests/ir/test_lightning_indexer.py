@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-import kimigraph.ir.operators  # noqa: F401
 
 INDEXER = torch.ops.kimigraph.lightning_indexer
 NAN, INF = math.nan, math.inf

@@ -11,7 +11,7 @@ def test_a_copy_keeps_names_metas_and_regions_and_shares_tensors(build):
     program = build(
         lambda c, w, x: (c.copy_(x @ w), (x * 2).relu().neg()),
         {"c": torch.zeros(2, 2), "w": torch.randn(2, 2), "x": torch.randn(2, 2)},
-        c={"kind": "cache", "source": "cache.0.latent", "mutated": True, "descriptor": "latent{...}"},
+        c={"kind": "cache", "source": "cache.0.latent", "mutated": True},
         w={"kind": "weight"},
     )
     nodes = {node.name: node for node in program.graph_module.graph.nodes}
@@ -42,8 +42,6 @@ def test_a_copy_keeps_names_metas_and_regions_and_shares_tensors(build):
         if not node.users and node.op == "call_function":
             copy.graph_module.graph.erase_node(node)
     assert len(graph.nodes) == size
-    assert program.descriptor_of(nodes["copy_"]) == "latent{...}"
-    assert program.descriptor_of(nodes["mm"]) == ""
 
 
 def test_the_placeholders_by_name(build):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-import kimigraph.ir.operators  # noqa: F401
 from kimigraph.ir.purity import dead_code, is_pure, mutated_arguments, mutation_between, storage_root
 
 ATEN = torch.ops.aten

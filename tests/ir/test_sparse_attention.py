@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-import kimigraph.ir.operators  # noqa: F401
 
 ATTENTION = torch.ops.kimigraph.sparse_attention
 
