@@ -30,11 +30,14 @@ def seeded_bytes(program: CapturedProgram) -> int:
 
 
 def reference_checksums(program: CapturedProgram, seed: int) -> dict[str, list[float]]:
-    """Checksums by name: outputs first, then inputs that the step updates. Runs the graph itself, not program.py."""
+    """Checksums by name: outputs first, then inputs that the step updates. Runs the graph itself, not program.py.
+
+    Weights are those of ``info["weight_seed"]`` where the model's random weights have a seed of their own.
+    """
     folded = folded_constants(program)
     constants = {spec.source: folded[spec.name] for spec in program.inputs if spec.kind == "constant"}
     devices = [node.meta["val"].device for node in program.placeholders.values()]
-    made = make_inputs(program.inputs, constants, seed)
+    made = make_inputs(program.inputs, constants, seed, program.info.get("weight_seed"))
     arguments = [tensor.to(device) for tensor, device in zip(made, devices, strict=True)]
     with torch.no_grad():
         outputs = torch.fx.Interpreter(program.graph_module).run(*arguments)

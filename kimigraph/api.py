@@ -2,6 +2,8 @@
 
 import shutil
 import tempfile
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,90 +12,94 @@ import torch
 from torch.utils import _pytree as pytree
 
 from kimigraph.capture import capture_module
-from kimigraph.compiler import Session, build, new_session, read_manifest
+from kimigraph.capture.function_source import module_source
+from kimigraph.capture.identity import call_digest
+from kimigraph.capture.signature import normalize_call
+from kimigraph.compiler import build, discarding, keep, new_session, read_manifest
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
-from kimigraph.ir.program import InputSpec
+from kimigraph.ir.manifest import Manifest
+from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.ir.report import CompileReport
-from kimigraph.outputs import check_replaceable, staged_directory
-from kimigraph.runtime.executor import Executor, device_of
+from kimigraph.outputs import staged_directory
+from kimigraph.run import seeded_weights
+from kimigraph.runtime.calls import CallStructure
+from kimigraph.runtime.executor import Executor, require_runnable
 
 MAX_SHAPES = 16
 """Programs that one ``Compiled`` keeps in memory; the least recently used one goes first."""
 
 
-@dataclass
-class _Program:
+@dataclass(frozen=True)
+class Program:
+    """One compiled shape: its files, the executor over them, the structure of its calls and its report."""
+
     directory: Path
     executor: Executor
+    calls: CallStructure
     report: CompileReport
-    out_tree: pytree.TreeSpec | None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.calls.returned(self.executor(*self.calls.tensors(args, kwargs)))
 
 
 class Compiled:
     """A compiled model: call it as the model is called; caches are updated in place.
 
-    A call with tensors of other shapes, strides or dtypes compiles another program (kept in memory and in the compile
-    cache). A loaded artifact has the one shape it was compiled for.
+    A call with tensors of other shapes, strides, dtypes or devices, or with other plain values, compiles another
+    program (``MAX_SHAPES`` of them stay in memory, all in the compile cache). A loaded artifact has the one it was
+    compiled for.
     """
 
-    def __init__(self, model: torch.nn.Module | None, config: CompileConfig) -> None:
-        self._model = model
-        self._config = config
-        self._programs: dict[str, _Program] = {}
-        self._scratch = tempfile.TemporaryDirectory(prefix="kimigraph-")
-        self._latest: _Program | None = None
+    def __init__(self, compile_call: Callable[[tuple[Any, ...], dict[str, Any]], Program]) -> None:
+        """``compile_call(args, kwargs)`` makes the program of one call."""
+        self._compile_call = compile_call
+        self._programs: dict[str, Program] = {}
+        self._latest: Program | None = None
+
+    @classmethod
+    def of_program(cls, program: Program) -> "Compiled":
+        """One program for every call."""
+        compiled = cls(lambda args, kwargs: program)
+        compiled._latest = program
+        return compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step on ``args`` and ``kwargs``, given and returned in the model's own structure."""
-        leaves, _ = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        program = self._program_for(args, kwargs, tensors)
-        outputs = program.executor(*tensors)
-        return pytree.tree_unflatten(list(outputs), program.out_tree) if program.out_tree else outputs
+        """Run one step on ``args`` and ``kwargs``, given and returned in the model's own structure.
 
-    def _program_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> _Program:
-        if self._model is None:
-            assert self._latest is not None
-            return self._latest
-        key = ";".join(f"{t.dtype}{tuple(t.shape)}{t.stride()}{t.device.type}" for t in tensors)
+        Raises InputMismatchError (a TypeError) when a loaded artifact does not fit them.
+        """
+        return self._program_for(args, kwargs)(args, kwargs)
+
+    def compile(self, example_inputs: tuple[Any, ...] | dict[str, Any]) -> "Compiled":
+        """Compile for the shapes of ``example_inputs`` now (a tuple of arguments, or a dict of keyword arguments)."""
+        args, kwargs = ((), example_inputs) if isinstance(example_inputs, dict) else (tuple(example_inputs), {})
+        self._program_for(args, kwargs)
+        return self
+
+    def _program_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        key = call_key(args, kwargs)
         program = self._programs.pop(key, None)
         if program is None:
-            program = self._compile(args, kwargs)
+            program = self._compile_call(args, kwargs)
             while len(self._programs) >= MAX_SHAPES:
                 del self._programs[next(iter(self._programs))]
         self._programs[key] = program  # the last one is the most recently used
         self._latest = program
         return program
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Program:
-        assert self._model is not None
-        session = new_session(self._config, lambda _: None)
-        with session.timing.stage("capture"):
-            captured = capture_module(self._model, args, kwargs, self._config)
-        directory = Path(tempfile.mkdtemp(dir=self._scratch.name))
-        report = build(captured, directory, session, None, "")
-        report.timing = session.timing.as_dict()
-        bound = {spec.source: captured.tensors[spec.name] for spec in captured.inputs if spec.name in captured.tensors}
-        return _Program(directory, _executor(directory, bound, session), report, captured.out_spec)
-
-    def compile(self, example_inputs: tuple[Any, ...] | dict[str, Any]) -> "Compiled":
-        """Compile for the shapes of ``example_inputs`` now (a tuple of arguments, or a dict of keyword arguments)."""
-        args, kwargs = ((), example_inputs) if isinstance(example_inputs, dict) else (tuple(example_inputs), {})
-        leaves, _ = pytree.tree_flatten((args, kwargs))
-        self._program_for(args, kwargs, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        return self
-
     @property
     def cache_spec(self) -> tuple[InputSpec, ...]:
-        """The caches and states that a call updates, with shapes, dtypes and strides."""
+        """The caches and states that a call updates, with shapes, dtypes, strides and descriptors."""
         return tuple(spec for spec in self._current().executor.caller_inputs if spec.kind == "cache")
 
     def new_caches(self) -> dict[str, torch.Tensor]:
         """Zeroed caches of ``cache_spec`` by name, on the program's device."""
         device = self._current().executor.device
         return {
-            spec.source: torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device=device).zero_()
+            spec.source: torch.empty_strided(
+                spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device=device
+            ).zero_()
             for spec in self.cache_spec
         }
 
@@ -102,31 +108,98 @@ class Compiled:
         return self._current().report
 
     def explain(self, rule: str) -> str:
-        """What the pass ``rule`` did and did not do, one line a site."""
+        """What the pass ``rule`` did and did not do, one line a site. UsageError for a pass that did not run."""
+        report = self.report()
         lines = [
             f"{remark['kind']}: {remark['message']}" + (f" (node {remark['node']})" if remark["node"] else "")
-            for remark in self.report().remarks
+            for remark in report.remarks
             if remark["pass_name"] == rule
         ]
+        tried = {remark["pass_name"] for remark in report.remarks} | {entry["rule"] for entry in report.fusions}
+        if rule not in tried:
+            raise UsageError(
+                f"{rule} left no remark on this program; those that did: {', '.join(sorted(tried)) or 'none'} "
+                "(a loaded artifact has none: explain what optimize() returns)"
+            )
         return "\n".join(lines) or f"{rule}: nothing in this program came near"
 
     def save(self, directory: str | Path) -> Path:
-        """Write the artifact of the program used last; it holds no weights."""
+        """Write the artifact of the program used last; it holds no weights. An artifact that is there is replaced."""
         final = Path(directory)
-        check_replaceable(final)
         with staged_directory(final) as staged:
-            shutil.copytree(self._current().directory, staged, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(self._current().directory, staged, dirs_exist_ok=True, ignore=ignored)
         return final
 
-    def _current(self) -> _Program:
+    def _current(self) -> Program:
         if self._latest is None:
             raise UsageError("nothing is compiled yet: call the model once, or use compile(example_inputs)")
         return self._latest
 
 
-def _executor(directory: Path, tensors: dict[str, torch.Tensor], session: Session) -> Executor:
-    device = device_of(session.target)
-    return Executor(directory, {name: tensor.to(device) for name, tensor in tensors.items()})
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What a program depends on in a call: its structure, its plain values, and what its tensors look like."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return "\n".join([str(spec), *map(_leaf_key, leaves)])
+
+
+def _leaf_key(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.device}"
+    return f"{type(leaf).__name__} {leaf!r}"
+
+
+class _Compiler:
+    """Makes the programs of one model; they share the weights that they bind."""
+
+    def __init__(self, model: torch.nn.Module, config: CompileConfig) -> None:
+        if config.overrides or config.dtype:
+            option = "overrides" if config.overrides else "dtype"
+            raise UsageError(
+                f"CompileConfig.{option} does not apply to a model that is built already: change the model"
+            )
+        self._model, self._config = model, config
+        self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        args, kwargs = normalize_call(self._model, args, kwargs)
+        name, shape_key = type(self._model).__name__, f"{self._config.phase}-{call_digest(args, kwargs)}"
+        directory = Path(tempfile.mkdtemp(prefix="kimigraph-"))
+        try:
+            with new_session(self._config, lambda _: None) as session:
+                with session.timing.stage("capture"):
+                    captured = capture_module(self._model, args, kwargs, self._config)
+                    captured.info["shape_key"] = shape_key
+                report, finished = build(captured, directory, session)
+                if self._config.verify:
+                    from kimigraph.verify import verify_module
+
+                    source = module_source(name, self._model, args, kwargs, self._config)
+                    with discarding(finished, session), session.timing.stage("verify"):
+                        report.verify = verify_module(source, directory, captured, self._config, session.target)
+                keep(None, finished, report, session)
+            report.source, report.shape_key, report.artifact = name, shape_key, str(directory)
+            calls = CallStructure.of_info(captured.in_spec, captured.out_spec, captured.info)
+            program = Program(directory, self._executor(directory, captured), calls, report)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        weakref.finalize(program, shutil.rmtree, directory, ignore_errors=True)
+        return program
+
+    def _executor(self, directory: Path, captured: CapturedProgram) -> Executor:
+        device = Manifest.read(directory).target.partition(":")[0]
+        named = {spec.source: captured.tensors[spec.name] for spec in captured.inputs if spec.name in captured.tensors}
+        return Executor(directory, {name: self._on_device(tensor, device) for name, tensor in named.items()})
+
+    def _on_device(self, tensor: torch.Tensor, device: str) -> torch.Tensor:
+        """The tensor on the program's device; moved once, so that programs of other shapes see the same state."""
+        if tensor.device.type == device:
+            return tensor
+        known = self._moved.get(tensor.data_ptr())
+        if known is None or known[0].shape != tensor.shape or known[0].dtype != tensor.dtype:
+            known = self._moved[tensor.data_ptr()] = (tensor, tensor.to(device))
+        return known[1]
 
 
 def optimize(
@@ -136,32 +209,36 @@ def optimize(
 ) -> Compiled:
     """Compile ``model`` for the shapes of ``example_inputs`` (a tuple of arguments or a dict of keyword arguments).
 
-    Tensors that the model updates in place are its caches and stay so. Raises ``CaptureError`` when the model cannot be
-    captured and ``CompileError`` when a pass or the code generator cannot go on.
+    Tensors that the model updates in place are its caches and stay so; the example inputs keep their values. The shape
+    fields of ``config`` (batch, tokens, context) say nothing here, the inputs do. Raises ``CaptureError`` when the
+    model cannot be captured, ``CompileError`` when a pass or the code generator cannot go on, and ``UsageError`` for a
+    target that this process cannot run.
     """
-    return Compiled(model, config or CompileConfig()).compile(example_inputs)
+    return Compiled(_Compiler(model, config or CompileConfig())).compile(example_inputs)
 
 
-def load(directory: str | Path, weights: dict[str, torch.Tensor] | None = None) -> Compiled:
+def load(directory: str | Path, weights: Mapping[str, torch.Tensor] | None = None) -> Compiled:
     """Load a saved artifact and bind ``weights`` (a state dict) to it.
 
-    Without weights, an artifact of a randomly initialised model gets its seeded ones; any other is an error.
+    Without weights, an artifact of a randomly initialised model gets its own seeded ones; for any other that is a
+    UsageError. A program that binds no weights needs none. Raises CorruptArtifactError when a file was changed.
     """
-    from kimigraph.run import seeded_weights
-
     path = Path(directory)
     manifest = read_manifest(path)
+    require_runnable(manifest.target)
     if weights is None:
-        if not manifest.info.get("random_weights"):
+        if not manifest.random_weights and any(spec.kind in ("weight", "buffer") for spec in manifest.inputs):
             raise UsageError(f"{path} holds no weights: pass weights=model.state_dict() to load()")
-        weights = seeded_weights(manifest)
-    compiled = Compiled(None, CompileConfig(target=manifest.target))
-    device = device_of(manifest.target)
-    executor = Executor(path, {name: tensor.to(device) for name, tensor in weights.items()})
-    compiled._latest = _Program(
-        path,
-        executor,
-        CompileReport(target=manifest.target, phase=manifest.phase, artifact=str(path)),
-        pytree.treespec_loads(manifest.out_spec) if manifest.out_spec else None,
+        weights = seeded_weights(manifest) if manifest.random_weights else {}
+    executor = Executor(path, weights)
+    report = CompileReport(
+        source=str(manifest.info.get("source", "")),
+        phase=manifest.phase,
+        target=manifest.target,
+        shape_key=manifest.shape_key,
+        kernels=[kernel.as_dict() for kernel in manifest.kernels],
+        launches={"before": 0, "after": manifest.launches},
+        cache={"status": "off", "key": manifest.cache_key, "reason": "loaded from an artifact"},
+        artifact=str(path),
     )
-    return compiled
+    return Compiled.of_program(Program(path, executor, CallStructure.of_manifest(manifest), report))

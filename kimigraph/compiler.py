@@ -1,6 +1,5 @@
 """The road from a source to an artifact: capture, passes, code generation, with the compile cache beside it."""
 
-import json
 import shutil
 import tempfile
 import time
@@ -14,12 +13,11 @@ import torch
 
 from kimigraph.capture import ModelSource, capture, load_source
 from kimigraph.codegen import build_artifact
+from kimigraph.codegen.cross_compile import ahead_of_time_arch
 from kimigraph.codegen.launches import graph_launches
-from kimigraph.ir import env
-from kimigraph.ir.config import TARGETS, CompileConfig
-from kimigraph.ir.errors import UsageError
+from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.errors import KimigraphError, UsageError
 from kimigraph.ir.manifest import Manifest
-from kimigraph.ir.printer import print_program
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.remarks import PassResult
 from kimigraph.ir.report import CompileReport
@@ -38,16 +36,18 @@ from kimigraph.passes import (
     run_pipeline,
 )
 from kimigraph.passes.instruments.dump import DumpDirectory
-from kimigraph.runtime.compile_cache import CompileCache, Lookup, digest
+from kimigraph.runtime.compile_cache import MODES, CompileCache, Entry, Lookup, digest
+from kimigraph.runtime.executor import require_runnable
 
 Notify = Callable[[str], None]
 
 
 @dataclass
 class Timing:
-    """Seconds per stage; a stage that ran twice adds up."""
+    """Seconds per stage; a stage that ran twice adds up. ``total`` counts from the start, stage or not."""
 
     seconds: dict[str, float] = field(default_factory=lambda: {})
+    start: float = field(default_factory=time.perf_counter)
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
@@ -60,7 +60,7 @@ class Timing:
 
     def as_dict(self) -> dict[str, Any]:
         """The stages and their ``total``."""
-        return {**self.seconds, "total": sum(self.seconds.values())}
+        return {**self.seconds, "total": time.perf_counter() - self.start}
 
 
 @dataclass
@@ -79,146 +79,207 @@ class CanonicalLaunches(Instrument):
 
 @dataclass
 class Session:
-    """What one compilation carries along."""
+    """What one compilation carries along. ``scratch`` holds its dumps until they are stored."""
 
     config: CompileConfig
     target: str
+    pipeline: Pipeline
     cache: CompileCache
     notify: Notify
+    scratch: Path
     timing: Timing = field(default_factory=Timing)
+
+    @property
+    def dumps(self) -> Path:
+        """Where the passes dump: where the user asked for, else beside the cache entry to be."""
+        return Path(self.config.dump_passes) if self.config.dump_passes else self.scratch / "dumps"
 
 
 def resolve_target(target: str) -> str:
-    """The concrete target: ``auto`` is ``cuda`` with a GPU, else ``cpu:reference``; an unrunnable one is an error."""
+    """The concrete target: ``auto`` is ``cuda`` with a GPU, else ``cpu:reference``.
+
+    UsageError for one that is unknown, or that this process cannot run (``cuda:sm_90`` need not run here).
+    """
     if target == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu:reference"
-    if target == "cpu" and not env.enable_interpreter():
-        raise UsageError(
-            "target 'cpu' runs Triton kernels under the interpreter, and triton was imported without it: "
-            "set TRITON_INTERPRET=1 before the first import of triton, or use target 'cpu:reference'"
-        )
-    if target == "cuda" and not torch.cuda.is_available():
-        raise UsageError("target 'cuda' needs a CUDA device: use 'cuda:sm_90' to cross-compile, or 'cpu'")
-    if target not in TARGETS and not target.startswith("cuda:sm_"):
-        raise UsageError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}")
+    if ahead_of_time_arch(target) is None:
+        require_runnable(target)
     return target
 
 
-def new_session(config: CompileConfig, notify: Notify) -> Session:
-    """A session for one compilation of ``config``."""
-    return Session(config, resolve_target(config.target), CompileCache(mode=config.cache), notify)
+@contextmanager
+def new_session(config: CompileConfig, notify: Notify) -> Generator[Session]:
+    """A session for one compilation of ``config``; UsageError for options that no compilation can have."""
+    if config.cache not in MODES:
+        raise UsageError(f"--cache {config.cache}: use one of {', '.join(MODES)}")
+    target, pipeline = resolve_target(config.target), default_pipeline(config)
+    if config.verify and ahead_of_time_arch(target) is not None:
+        require_runnable(target)
+    with tempfile.TemporaryDirectory(prefix="kimigraph-") as scratch:
+        yield Session(config, target, pipeline, CompileCache(mode=config.cache), notify, Path(scratch))
 
 
 def compile_source(source: str, configs: list[CompileConfig], out: Path | None, notify: Notify) -> list[CompileReport]:
-    """Compile ``source`` once per configuration; each artifact lands in its own directory, whole or not at all."""
+    """Compile ``source`` once per configuration; each artifact lands in its own directory, whole or not at all.
+
+    ``out`` is the directory of one artifact, or the one that several go below by shape; None: a directory named after
+    source and shape in the working directory. What was there before stays until the new artifact is complete and, with
+    ``verify``, verified: a program that fails verification is neither written nor kept in the cache. Raises
+    KimigraphError with one paragraph for people.
+    """
     reports: list[CompileReport] = []
     for config in configs:
-        session = new_session(config, notify)
-        model = load_source(source, config)
-        directory = out or Path(f"{model.name}-{model.shape_key}")  # the key starts with the phase
-        if out is not None and len(configs) > 1:
-            directory = out / model.shape_key
-        reports.append(_compile_one(source, model, directory, session))
+        with new_session(config, notify) as session:
+            model = load_source(source, config)
+            directory = out or Path(f"{model.name}-{model.shape_key}")
+            if out is not None and len(configs) > 1:
+                directory = out / model.shape_key
+            reports.append(_compile_one(source, model, directory, session))
     return reports
 
 
 def _compile_one(source: str, model: ModelSource, directory: Path, session: Session) -> CompileReport:
     check_replaceable(directory)
-    config, target = session.config, session.target
-    front = front_components(model.key, config, target, model.shape_key)
-    hit = session.cache.find_front(front)
-    captured: CapturedProgram | None = None
+    config = session.config
+    if config.dump_passes:
+        DumpDirectory(Path(config.dump_passes))  # refused before any work, not after
+    asked = front_components(model.key, config, session.pipeline, session.target, model.shape_key)
+    hit = session.cache.find_front(asked)
+    front = None if hit.entry is not None else asked  # a hit's points to its entry already
     with staged_directory(directory) as staged:
+        captured = None
         if hit.entry is not None:
-            report = restore(hit, staged, session)
+            report, finished = restore(hit, staged, session, model.name), hit.graph_key
         else:
-            session.notify(f"capturing {model.name}")
-            with session.timing.stage("capture"):
-                captured = capture(model, config)
-            report = build(captured, staged, session, front, hit.reason)
+            captured = _captured(model, session)
+            report, finished = build(captured, staged, session, hit.reason)
         if config.verify:
             from kimigraph.verify import verify_source
 
             session.notify("verifying against the eager model")
-            with session.timing.stage("verify"):
-                report.verify = verify_source(source, model, staged, captured, config, target)
-    return replace(
-        report,
-        source=model.name,
-        shape_key=model.shape_key,
-        timing={**session.timing.as_dict(), **{k: v for k, v in report.timing.items() if k == "passes"}},
-        artifact=str(directory),
-        dumps=config.dump_passes or None,
-    )
+            with discarding(finished, session), session.timing.stage("verify"):
+                report.verify = verify_source(source, model, staged, captured, config, session.target)
+        keep(front, finished, report, session)
+    return replace(report, source=model.name, shape_key=model.shape_key, artifact=str(directory))
+
+
+def _captured(model: ModelSource, session: Session) -> CapturedProgram:
+    session.notify(f"capturing {model.name}")
+    with session.timing.stage("capture"):
+        return capture(model, session.config)
+
+
+Finished = Entry | str
+"""What a compilation leaves for the cache: a new entry, or the graph key of the one that it came from."""
 
 
 def build(
-    captured: CapturedProgram, directory: Path, session: Session, front: dict[str, Any] | None, reason: str
-) -> CompileReport:
-    """Run the pipeline on a copy of ``captured`` and write the artifact into ``directory``, or reuse an equal one."""
+    captured: CapturedProgram, directory: Path, session: Session, reason: str = ""
+) -> tuple[CompileReport, Finished]:
+    """Run the pipeline on a copy of ``captured`` and write the artifact into ``directory``, or reuse an equal one.
+
+    Stores nothing: the caller does (``keep``), once it is content with the result.
+    """
     config, target = session.config, session.target
-    pipeline = default_pipeline(config)
-    graph = graph_components(print_program(captured), str(pipeline), config, target)
+    graph = graph_components(captured, config, session.pipeline, target)
     known = session.cache.find_graph(digest(graph))
     if known.entry is not None:
-        report = restore(known, directory, session)
-        session.cache.store(front, graph, directory, None, report.as_dict())
-        return report
-    with tempfile.TemporaryDirectory(prefix="kimigraph-dumps-") as scratch:
-        dumps = Path(config.dump_passes) if config.dump_passes else Path(scratch)
-        program = captured.copy()
-        clock, launches = TimePasses(), CanonicalLaunches()
-        session.notify("running passes")
-        with session.timing.stage("passes"):
-            records = run_pipeline(program, pipeline, PassContext(config), [DumpPasses(dumps), clock, launches])
-        check_required_fusions(records, config)
-        session.notify(f"generating code for {target}")
-        with session.timing.stage("codegen"):
-            manifest = build_artifact(
-                program, target, directory, seed=config.seed, notify=session.notify, cache_key=digest(graph)
-            )
-        report = CompileReport(
-            phase=config.phase,
-            target=target,
-            graph={
-                "nodes_before": len(captured.graph_module.graph.nodes),
-                "nodes_after": len(program.graph_module.graph.nodes),
-            },
-            fusions=fusion_summary(records),
-            kernels=[asdict(kernel) for kernel in manifest.kernels],
-            launches={"before": launches.count, "after": manifest.launches},
-            cache={"status": _status(session.cache), "key": digest(graph), "reason": reason or known.reason},
-            timing={"passes": dict(clock.seconds)} if config.time_passes else {},
-            remarks=[remark.as_dict() for record in records for remark in record.result.remarks],
+        return restore(known, directory, session, str(captured.info.get("source", ""))), known.graph_key
+    program = captured.copy()
+    clock, launches = TimePasses(), CanonicalLaunches()
+    session.notify("running passes")
+    with session.timing.stage("passes"):
+        records = run_pipeline(
+            program, session.pipeline, PassContext(config), [DumpPasses(session.dumps), clock, launches]
         )
-        session.cache.store(front, graph, directory, dumps, report.as_dict())
-        if session.cache.warning:
-            session.notify(session.cache.warning)
-    return report
+    check_required_fusions(records, config)
+    session.notify(f"generating code for {target}")
+    with session.timing.stage("codegen"):
+        manifest = build_artifact(
+            program, target, directory, seed=config.seed, notify=session.notify, cache_key=digest(graph)
+        )
+    report = CompileReport(
+        phase=config.phase,
+        target=target,
+        graph={
+            "nodes_before": len(captured.graph_module.graph.nodes),
+            "nodes_after": len(program.graph_module.graph.nodes),
+        },
+        fusions=fusion_summary(records),
+        kernels=[asdict(kernel) for kernel in manifest.kernels],
+        launches={"before": launches.count, "after": manifest.launches},
+        cache={"status": _status(session.cache), "key": digest(graph), "reason": _why(reason, known)},
+        timing={"per_pass": dict(clock.seconds)},
+        remarks=[remark.as_dict() for record in records for remark in record.result.remarks],
+    )
+    return _for_session(report, session), Entry(graph, directory, session.dumps, report.as_dict())
 
 
 def _status(cache: CompileCache) -> str:
     return {"off": "off", "refresh": "bypass"}.get(cache.mode, "miss")
 
 
-def restore(hit: Lookup, directory: Path, session: Session) -> CompileReport:
-    """Fill ``directory`` from a cache entry; stored dumps are written where dumps were asked for."""
+def _why(front_reason: str, known: Lookup) -> str:
+    """The reason of a miss: that of the front key, unless only the graph key's says that an entry was corrupt."""
+    return known.reason if "corrupt" in known.reason or not front_reason else front_reason
+
+
+def restore(hit: Lookup, directory: Path, session: Session, source: str) -> CompileReport:
+    """Fill ``directory`` from a cache entry; stored dumps are written where dumps were asked for.
+
+    ``source`` is what the model goes by now: an entry is shared by equal models of other names.
+    """
     assert hit.entry is not None
+    reason = ""
     with session.timing.stage("restore"):
         shutil.copytree(hit.entry / "artifact", directory, dirs_exist_ok=True)
-        document = json.loads((hit.entry / "report.json").read_text(encoding="utf-8"))
+        manifest = Manifest.read(directory)
+        replace(manifest, info={**manifest.info, "source": source}).write(directory)
+        report = CompileReport(**hit.report())
         if session.config.dump_passes:
             stored = DumpDirectory(Path(session.config.dump_passes))
             for path in sorted((hit.entry / "dumps").glob("[!.]*")):
                 stored.write(path.name, path.read_text(encoding="utf-8"))
-            session.notify("cache hit: the dumps are those of the original compilation")
-    report = CompileReport(**document)
-    report.cache = {"status": "hit", "key": hit.graph_key, "reason": ""}
-    return report
+            reason = "the dumps are those of the original compilation"
+            session.notify(f"cache hit: {reason}")
+    report.cache = {"status": "hit", "key": hit.graph_key, "reason": reason}
+    return _for_session(report, session)
+
+
+def _for_session(report: CompileReport, session: Session) -> CompileReport:
+    """A copy of a report with this session's times; the seconds of each pass stay when they were asked for."""
+    passes = {"per_pass": report.timing["per_pass"]} if session.config.time_passes else {}
+    return replace(report, timing=passes, cache=dict(report.cache), dumps=session.config.dump_passes)
+
+
+@contextmanager
+def discarding(finished: Finished, session: Session) -> Generator[None]:
+    """Take a program that fails inside the block out of the cache, if it came from there."""
+    try:
+        yield
+    except KimigraphError:
+        if isinstance(finished, str):
+            session.cache.discard(finished)
+        raise
+
+
+def keep(front: dict[str, Any] | None, finished: Finished, report: CompileReport, session: Session) -> None:
+    """Store what was built and complete ``report``: times, and a warning when the cache could not be written."""
+    with session.timing.stage("store"):
+        if isinstance(finished, Entry):
+            session.cache.store(front, finished)
+        elif front is not None:
+            session.cache.store_front(front, finished)
+    if session.cache.warning:
+        session.notify(session.cache.warning)
+        report.cache["reason"] = "; ".join(filter(None, (report.cache["reason"], session.cache.warning)))
+    report.timing = {**session.timing.as_dict(), **report.timing}
 
 
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of an artifact directory, or a usage error that says what is wrong with it."""
     if not (directory / "manifest.json").exists():
-        raise UsageError(f"{directory} is no artifact (no manifest.json): give the directory that `kimigraph compile` wrote")
+        raise UsageError(
+            f"{directory} is no artifact (no manifest.json): give the directory that `kimigraph compile` wrote"
+        )
     return Manifest.read(directory)

@@ -21,8 +21,8 @@ from kimigraph.passes import Pipeline
 from kimigraph.runtime.compile_cache import digest
 
 KEY_SCHEMA = 1
-SETTLED = ("target", "phase", "batch", "tokens", "context", "overrides", "marks", "passes", "disabled_passes", "stop_after")
-"""Options that the graph's text, its ``info``, the pipeline's text or the target hold by the time a graph key is made."""
+SETTLED = tuple("target phase batch tokens context overrides marks passes disabled_passes stop_after".split())
+"""Options that the graph's text and ``info``, the pipeline's text or the target hold once there is a graph key."""
 
 
 @lru_cache(maxsize=1)

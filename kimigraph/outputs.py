@@ -22,7 +22,8 @@ def check_replaceable(directory: Path) -> None:
     if foreign:
         shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
         raise UsageError(
-            f"{directory} holds files that are no part of an artifact ({shown}): choose another --out, or empty it yourself"
+            f"{directory} holds files that are no part of an artifact ({shown}): choose another --out, "
+            "or empty it yourself"
         )
 
 

@@ -5,31 +5,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from kimigraph.compiler import read_manifest, resolve_target
+from kimigraph.compiler import read_manifest
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.program import InputSpec
-from kimigraph.ir.seeded import checksum, same_checksum, seeded_tensor
-from kimigraph.runtime.executor import Executor
+from kimigraph.ir.script import seeded_input, with_strides
+from kimigraph.ir.seeded import checksum, same_checksum
+from kimigraph.runtime.executor import Executor, laid_out, require_runnable
 
 
-def seeded(spec: InputSpec, seed: int) -> torch.Tensor:
-    """The seeded tensor of one input, laid out with its strides."""
-    values = seeded_tensor(spec.source, spec.shape, getattr(torch, spec.dtype), spec.kind, seed, spec.value_range)
-    laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=values.dtype)
-    return laid_out.copy_(values)
+def seeded(spec: InputSpec, manifest: Manifest) -> torch.Tensor:
+    """The seeded tensor of one input, as ``program.py`` makes it: weights by the seed of the model's random weights."""
+    own = manifest.info.get("weight_seed") if spec.kind == "weight" else None
+    return with_strides(seeded_input(spec, manifest.seed if own is None else own), spec.stride)
 
 
 def seeded_weights(manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Every weight and buffer of an artifact, seeded with the manifest's seed."""
-    return {
-        spec.source: seeded(spec, manifest.seed)
-        for spec in manifest.inputs
-        if spec.bound and spec.kind != "constant"
-    }
+    """The weights of an artifact of a randomly initialised model, by name. Buffers are not among them."""
+    return {spec.source: seeded(spec, manifest) for spec in manifest.inputs if spec.kind == "weight"}
 
 
 def read_weights(directory: Path, names: set[str]) -> dict[str, torch.Tensor]:
@@ -39,9 +35,12 @@ def read_weights(directory: Path, names: set[str]) -> dict[str, torch.Tensor]:
     if not files:
         raise UsageError(f"{directory} has no *.safetensors files: give the directory that holds the model's weights")
     for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in names.intersection(file.keys()):
-                found[name] = file.get_tensor(name)
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in names.intersection(file.keys()):
+                    found[name] = file.get_tensor(name)
+        except SafetensorError as error:
+            raise UsageError(f"{path} is no readable safetensors file ({error}): copy it again") from error
     missing = sorted(names.difference(found))
     if missing:
         raise UsageError(f"{directory} lacks {len(missing)} weights, first {', '.join(missing[:5])}")
@@ -52,22 +51,21 @@ def run_artifact(directory: Path, weights: Path | None, inputs: Path | None, rep
     """Run an artifact ``repeat`` times from the same inputs.
 
     Returns checksums of outputs and mutated inputs after the first step, ``seconds`` per step, and ``passed``: whether
-    they are those of the manifest (None when given tensors replaced the seeded ones).
+    they are those of the manifest (None when given tensors replaced the seeded ones, or the manifest has none).
     """
     manifest = read_manifest(directory)
-    resolve_target(manifest.target if manifest.target != "cuda:sm_90" else "cuda")
-    wanted = {spec.source for spec in manifest.inputs if spec.bound and spec.kind != "constant"}
-    bound = seeded_weights(manifest) if weights is None else read_weights(weights, wanted)
+    require_runnable(manifest.target)
+    bound = {spec.source: seeded(spec, manifest) for spec in manifest.inputs if spec.bound and spec.kind != "constant"}
+    if weights is not None:
+        names = {spec.source for spec in manifest.inputs if spec.kind == "weight"}
+        bound |= read_weights(weights, names)
     executor = Executor(directory, bound)
-    given = load_file(inputs) if inputs is not None else {}
-    unknown = sorted(set(given).difference(spec.source for spec in executor.caller_inputs))
-    if unknown:
-        raise UsageError(f"{inputs} holds tensors that the program does not take: {', '.join(unknown[:5])}")
-    start = [given.get(spec.source, seeded(spec, manifest.seed)).to(executor.device) for spec in executor.caller_inputs]
+    given = _read_inputs(inputs, executor) if inputs is not None else {}
+    start = [given.get(spec.source, seeded(spec, manifest)).to(executor.device) for spec in executor.caller_inputs]
     sums: dict[str, list[float]] = {}
     seconds: list[float] = []
     for turn in range(max(repeat, 1)):
-        tensors = [tensor.clone() for tensor in start]
+        tensors = [laid_out(tensor, spec) for tensor, spec in zip(start, executor.caller_inputs, strict=True)]
         _synchronize(executor.device)
         began = time.perf_counter()
         outputs = executor(*tensors)
@@ -79,6 +77,29 @@ def run_artifact(directory: Path, weights: Path | None, inputs: Path | None, rep
     return {"outputs": sums, "seconds": seconds, "passed": _matches(manifest, sums) if seeded_run else None}
 
 
+def _read_inputs(path: Path, executor: Executor) -> dict[str, torch.Tensor]:
+    """The caller's tensors of a safetensors file; one that the program does not take as it is is an error."""
+    try:
+        given = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{path} is no readable safetensors file ({error}): give one with tensors by name") from error
+    known = {spec.source: spec for spec in executor.caller_inputs}
+    unknown = sorted(set(given).difference(known))
+    if unknown:
+        raise UsageError(
+            f"{path} holds tensors that the program does not take: {', '.join(unknown[:5])}; "
+            f"it takes {', '.join(known)}"
+        )
+    for name, tensor in given.items():
+        wanted = known[name]
+        if tuple(tensor.shape) != wanted.shape or str(tensor.dtype) != f"torch.{wanted.dtype}":
+            raise UsageError(
+                f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)}, the program takes torch.{wanted.dtype} "
+                f"{wanted.shape}"
+            )
+    return given
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -87,12 +108,11 @@ def _synchronize(device: torch.device) -> None:
 def _checksums(
     executor: Executor, outputs: tuple[torch.Tensor, ...], tensors: list[torch.Tensor]
 ) -> dict[str, list[float]]:
-    seed = executor.manifest.seed
-    named = {spec.name: value for spec, value in zip(executor.manifest.outputs, outputs, strict=True)}
-    for spec, tensor in zip(executor.caller_inputs, tensors, strict=True):
-        if spec.mutated:
-            named[spec.source] = tensor
-    return {name: checksum(name, value, seed) for name, value in named.items()}
+    manifest = executor.manifest
+    given = dict(zip((spec.source for spec in executor.caller_inputs), tensors, strict=True)) | executor.bound
+    named = {spec.name: value for spec, value in zip(manifest.outputs, outputs, strict=True)}
+    named |= {spec.source: given[spec.source] for spec in manifest.inputs if spec.mutated}
+    return {name: checksum(name, value, manifest.seed) for name, value in named.items()}
 
 
 def _matches(manifest: Manifest, sums: dict[str, list[float]]) -> bool | None:

@@ -35,29 +35,33 @@ class SelectionInterpreter(Interpreter):
         self.selections = Selections()
 
     def run_node(self, n: Node) -> Any:
-        """One node; a top-k is recorded, or replaced by the given picks and their scores."""
+        """One node; a top-k's own picks are recorded, and replaced by the given ones with their scores."""
         if n.target is not _TOPK:
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         scores = args[0]
         values, indices = _TOPK(*args, **kwargs)
+        self.selections.picked[n.name] = indices
+        self.selections.scores[n.name] = scores
         given = self._inject.get(n.name)
         if given is not None:
             indices = _filled(given, indices)
-            dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-            values = scores.gather(dim, indices)
-        self.selections.picked[n.name] = indices
-        self.selections.scores[n.name] = scores
+            values = scores.gather(args[2] if len(args) > 2 else kwargs.get("dim", -1), indices)
         return values, indices
 
 
-def _filled(given: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Picks of the program in the form of a top-k result: -1 (nothing) repeats the row's first pick, which adds nothing."""
-    rows = given.to(like.device, torch.int64).reshape(*like.shape[:-1], -1)
-    if rows.shape[-1] < like.shape[-1]:
-        rows = torch.nn.functional.pad(rows, (0, like.shape[-1] - rows.shape[-1]), value=-1)
-    rows = rows[..., : like.shape[-1]]
-    return torch.where(rows < 0, rows[..., :1].clamp_min(0), rows)
+def _filled(given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Picks of the program in the form of a top-k result.
+
+    A top-k always names k entries, hidden ones where too few are visible; the program says -1 there. Such places get
+    those of the top-k's own picks that the program does not list.
+    """
+    picks = own.shape[-1]
+    rows = given.to(own.device, torch.int64).reshape(*own.shape[:-1], -1)
+    unlisted = (own.unsqueeze(-1) != rows.unsqueeze(-2)).all(-1)
+    rank = torch.cat([(rows < 0) * 2, 2 - unlisted.long()], -1)  # 0 listed, 1 to fill up with, 2 left out
+    order = torch.sort(rank, dim=-1, stable=True).indices[..., :picks]
+    return torch.cat([rows, own], -1).gather(-1, order)
 
 
 def with_selections(program: CapturedProgram) -> tuple[CapturedProgram, list[str]]:

@@ -1,13 +1,14 @@
 """``--verify``: the untouched eager model against the captured graph, then the captured graph against the program.
 
-The first step runs the model in a process of its own and compares every output and updated cache at the model's formats.
-The second compares the program's picks (top-k of indexers and routers) with the graph's, then runs the graph with the
-program's own picks, so that a near-tie cannot hide or fake an error. Relative error is the largest absolute error over the
-largest magnitude of the reference tensor. Tolerance: 1e-4 in fp32; in 16 bits 1.5 times the error of the captured graph in
-that type against the same graph in fp32.
+The first step runs the model in a process of its own and compares every output and updated cache at the model's
+formats. The second runs the graph with the program's own picks (top-k of indexers and routers), so that a near-tie
+cannot hide or fake an error, and compares the picks with those that the graph itself would have made at the same place.
+Relative error is the largest absolute error over the largest magnitude of the reference tensor. Tolerance: 1e-4 in
+fp32; in 16 bits 1.5 times the error of the captured graph in that type against the same graph in fp32.
 """
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from kimigraph.capture import ModelSource, capture, load_source
-from kimigraph.capture.eager import EagerStep, eager_steps
+from kimigraph.capture.eager import EagerStep, eager_step, eager_steps
 from kimigraph.capture.program import tensors_of
 from kimigraph.codegen import build_artifact
+from kimigraph.ir.accuracy import TOLERANCE_FP32, tensor_error
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.program import CapturedProgram
@@ -26,7 +28,6 @@ from kimigraph.passes import PassContext, default_pipeline, run_pipeline
 from kimigraph.runtime.executor import Executor, device_of
 from kimigraph.selections import SelectionInterpreter, Selections, check_selections, with_selections
 
-TOLERANCE_FP32 = 1e-4
 EAGER_FACTOR = 1.5
 """How much worse than 16-bit eager a program may be."""
 LOW_PRECISION_FLOOR = 1e-2
@@ -43,20 +44,6 @@ class StepValues:
         """(absolute, relative) error by name, over the names that both have."""
         shared = self.values.keys() & reference.values.keys()
         return {name: tensor_error(self.values[name], reference.values[name]) for name in sorted(shared)}
-
-
-def tensor_error(got: Tensor, want: Tensor) -> tuple[float, float]:
-    """Largest absolute error, and that over the largest finite magnitude of ``want``; inf where only one is finite."""
-    got, want = got.detach().cpu().double(), want.detach().cpu().double()
-    if got.shape != want.shape:
-        return float("inf"), float("inf")
-    if not want.numel():
-        return 0.0, 0.0
-    same = (got == want) | (got.isnan() & want.isnan())
-    difference = torch.where(same, torch.zeros_like(want), (got - want).abs()).nan_to_num(nan=float("inf"))
-    scale = torch.where(want.isfinite(), want.abs(), torch.zeros_like(want)).max().item()
-    worst = difference.max().item()
-    return worst, worst / scale if scale > 0 else worst
 
 
 def run_graph(
@@ -80,28 +67,43 @@ def run_artifact(directory: Path, program: CapturedProgram, tensors: list[Tensor
     """Run the program in ``directory`` on copies of ``tensors``."""
     bound = {spec.source: t.to(device) for spec, t in zip(program.inputs, tensors, strict=True) if spec.bound}
     executor = Executor(directory, bound)
-    copies = [
-        t if spec.bound else t.to(device, copy=True) for spec, t in zip(program.inputs, tensors, strict=True)
-    ]
+    copies = [t if spec.bound else t.to(device, copy=True) for spec, t in zip(program.inputs, tensors, strict=True)]
     outputs = executor(*(t for spec, t in zip(program.inputs, copies, strict=True) if not spec.bound))
     return _named(program, copies, outputs)
 
 
 def verify_source(
-    source: str, model: ModelSource, directory: Path, captured: CapturedProgram | None, config: CompileConfig, target: str
+    source: str,
+    model: ModelSource,
+    directory: Path,
+    captured: CapturedProgram | None,
+    config: CompileConfig,
+    target: str,
 ) -> dict[str, Any]:
-    """Verify the artifact in ``directory``; returns the report's ``verify`` entry.
+    """Verify the artifact in ``directory`` against ``source`` in a process of its own, at an empty and a full cache.
 
-    Raises NumericsError, naming the step, the tensor and both figures, when something is outside its tolerance.
+    Returns the report's ``verify`` entry. Raises NumericsError, naming the step, the tensor and both figures, when
+    something is outside its tolerance.
     """
     captured = captured or capture(model, config)
-    checker = _Checker(model, captured, directory, config, target)
     lengths = _lengths(model)
-    eager = eager_steps(source, config, lengths)
+    wide = _single_precision(source, model, captured, config)
+    eager = dict(zip(lengths, eager_steps(source, config, lengths), strict=True))
+    return _verify(model, eager, _Checker(captured, directory, config, target, wide))
+
+
+def verify_module(
+    model: ModelSource, directory: Path, captured: CapturedProgram, config: CompileConfig, target: str
+) -> dict[str, Any]:
+    """As ``verify_source``, against a module of this process at its example inputs."""
+    return _verify(model, {None: eager_step(model)}, _Checker(captured, directory, config, target, None))
+
+
+def _verify(model: ModelSource, eager: Mapping[int | None, EagerStep], checker: "_Checker") -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kimigraph-verify-") as scratch:
         checker.build_picks(Path(scratch))
-        for length, step in zip(lengths, eager, strict=True):
-            checker.check(length, step, _single_precision(source, model, captured, config))
+        for length, step in eager.items():
+            checker.check(model, length, step)
     return checker.result()
 
 
@@ -134,18 +136,22 @@ def is_low_precision(program: CapturedProgram) -> bool:
 
 
 class _Checker:
-    """Runs the comparisons for one artifact and keeps the worst figures."""
+    """Runs the comparisons for one artifact and keeps the worst figures. ``wide`` is a 16-bit graph in fp32."""
 
     def __init__(
-        self, model: ModelSource, captured: CapturedProgram, directory: Path, config: CompileConfig, target: str
+        self,
+        captured: CapturedProgram,
+        directory: Path,
+        config: CompileConfig,
+        target: str,
+        wide: CapturedProgram | None,
     ) -> None:
-        self._model, self._captured, self._directory = model, captured, directory
-        self._config, self._device = config, device_of(target)
-        self._target = target
+        self._captured, self._directory, self._wide = captured, directory, wide
+        self._config, self._device, self._target = config, device_of(target), target
         self._picks: tuple[Path, CapturedProgram, list[str]] | None = None
-        self._low = is_low_precision(captured)
+        self._limit = LOW_PRECISION_FLOOR if is_low_precision(captured) else TOLERANCE_FP32
+        self._tolerance = self._limit
         self._worst = (0.0, 0.0)
-        self._tolerance = LOW_PRECISION_FLOOR if self._low else TOLERANCE_FP32
         self._differing = 0
 
     def build_picks(self, scratch: Path) -> None:
@@ -157,24 +163,23 @@ class _Checker:
             build_artifact(extended, self._target, scratch, seed=self._config.seed, self_test=False)
             self._picks = (scratch, extended, names)
 
-    def check(self, length: int | None, eager: EagerStep, wide: CapturedProgram | None) -> None:
+    def check(self, model: ModelSource, length: int | None, eager: EagerStep) -> None:
         """Both comparisons at one length."""
         where = "" if length is None else f" at length {length}"
-        _, args, kwargs = self._model.build(length)
+        _, args, kwargs = model.build(length)
         tensors = tensors_of(self._captured, args, kwargs)
-        graph, selections = run_graph(self._captured, tensors)
-        reference = StepValues({**eager.outputs, **eager.inputs})
-        limit = LOW_PRECISION_FLOOR if self._low else TOLERANCE_FP32
-        _require(graph.error_against(reference), {}, limit, f"captured graph against eager model{where}")
+        graph, own = run_graph(self._captured, tensors)
+        reference = _eager_values(self._captured, tensors, eager)
+        _require(graph.error_against(reference), {}, self._limit, f"captured graph against eager model{where}")
         picks = self._program_picks(tensors)
-        self._differing += check_selections(selections, picks, limit)
+        injected, seen = run_graph(self._captured, tensors, picks)
+        self._differing += check_selections(seen, picks, self._limit)
         program = run_artifact(self._directory, self._captured, tensors, self._device)
-        if wide is None:
-            injected, _ = run_graph(self._captured, tensors, picks)
-            limits: dict[str, float] = {}
-        else:
-            injected, _ = run_graph(wide, _widened(wide, self._captured, tensors), picks)
-            forced, _ = run_graph(wide, _widened(wide, self._captured, tensors), selections.picked)
+        limits: dict[str, float] = {}
+        if self._wide is not None:
+            widened = _widened(self._wide, self._captured, tensors)
+            injected, _ = run_graph(self._wide, widened, picks)
+            forced, _ = run_graph(self._wide, widened, own.picked)
             limits = {
                 name: max(EAGER_FACTOR * relative, LOW_PRECISION_FLOOR)
                 for name, (_, relative) in graph.error_against(forced).items()
@@ -182,7 +187,7 @@ class _Checker:
         errors = program.error_against(injected)
         self._worst = max((self._worst, *errors.values()), key=lambda pair: pair[1])
         self._tolerance = max((self._tolerance, *limits.values()))
-        _require(errors, limits, limit, f"program against captured graph{where}")
+        _require(errors, limits, self._limit, f"program against captured graph{where}")
 
     def _program_picks(self, tensors: list[Tensor]) -> dict[str, Tensor]:
         if self._picks is None:
@@ -201,6 +206,19 @@ class _Checker:
             "reference": "eager",
             "differing_picks": self._differing,
         }
+
+
+def _eager_values(captured: CapturedProgram, tensors: list[Tensor], eager: EagerStep) -> StepValues:
+    """What the eager step leaves: its results and all that the graph or the model updates; a model may write what was
+    there before."""
+    given = {spec.source: t for spec, t in zip(captured.inputs, tensors, strict=True) if spec.mutated}
+    values = StepValues({**given, **eager.outputs, **eager.inputs})
+    lost = values.values.keys() ^ (given.keys() | {spec.source for spec in captured.outputs})
+    if lost:
+        raise NumericsError(
+            f"the eager model and its captured graph return or update different tensors: {sorted(lost)}"
+        )
+    return values
 
 
 def _widened(wide: CapturedProgram, narrow: CapturedProgram, tensors: list[Tensor]) -> list[Tensor]:

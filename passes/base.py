@@ -1,11 +1,12 @@
 """What a pass is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.remarks import PassResult
+from kimigraph.passes.gate import RewriteGate
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,14 @@ class PassContext:
     """What a pass may look at besides the program."""
 
     config: CompileConfig
+    gate: RewriteGate = field(default_factory=RewriteGate)
+
+    def allow(self, rewrite: str) -> bool:
+        """Ask before each rewrite, naming pass-internal rule and node; False means to leave that place as it is.
+
+        True but for ``kimigraph bisect``, which narrows a fault down to one rewrite of the passes that ask.
+        """
+        return self.gate.allow(rewrite)
 
 
 @dataclass(frozen=True)

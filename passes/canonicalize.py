@@ -38,20 +38,20 @@ class Canonicalize(Pass):
         remarks: list[Remark] = []
         statistics = {
             "asserts-dropped": drop_metadata_asserts(graph),
-            "no-ops-dropped": drop_no_ops(graph),
-            "nodes-merged": merge_common(graph),
+            "no-ops-dropped": drop_no_ops(graph, context.allow),
+            "nodes-merged": merge_common(graph, context.allow),
         }
-        removed = _undo_compactions(graph, remarks) if self.decompact else 0
+        removed = _undo_compactions(graph, remarks, context) if self.decompact else 0
         if removed:
             statistics["compactions-undone"] = removed
             statistics["sizes-folded"] = fold_sizes(graph)
             statistics["asserts-dropped"] += drop_scalar_asserts(graph) + drop_metadata_asserts(graph)
-            statistics["no-ops-dropped"] += drop_no_ops(graph)
+            statistics["no-ops-dropped"] += drop_no_ops(graph, context.allow)
         statistics["dead-erased"] = dead_code(graph)
         return PassResult(any(statistics.values()), tuple(remarks), statistics)
 
 
-def _undo_compactions(graph: Graph, remarks: list[Remark]) -> int:
+def _undo_compactions(graph: Graph, remarks: list[Remark], context: PassContext) -> int:
     compactions = find_compactions(graph)
     if not compactions:
         return 0
@@ -63,6 +63,8 @@ def _undo_compactions(graph: Graph, remarks: list[Remark]) -> int:
             prove_removable(graph, compaction, facts)
         except Refused as refusal:
             remarks.append(refusal.remark(Canonicalize.name, keep))
+            continue
+        if not context.allow(f"undo the compaction at {keep.name}"):
             continue
         remove_compaction(graph, compaction)
         message = f"{keep.name}: compaction undone, for the mask of the top-k refuses what it drops"

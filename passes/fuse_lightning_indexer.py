@@ -91,11 +91,11 @@ class FuseLightningIndexer(FusionPass):
     def check(self, program: CapturedProgram, anchor: Node) -> IndexerSite:
         """The indexer that ends at this top-k."""
         scored = find_score(anchor)
-        evidence = len(scored.match.path)
+        evidence = scored.match.path
         try:
             return _checked(program.graph_module.graph, anchor, scored)
         except Refused as refusal:
-            raise refusal.raised_to(evidence) from refusal
+            raise refusal.raised_to(len(evidence), evidence) from refusal
 
     def rewrite(self, program: CapturedProgram, site: IndexerSite) -> Node:
         """Put the operator before the top-k and hand its users over."""
@@ -143,7 +143,7 @@ def find_score(topk: Node) -> Scored:
     miss = trace.deepest(lambda miss: miss.depth >= 1 and _above_product(miss.node, keys))
     if miss is None:
         raise Refused("its scores are no weighted sum of products", topk)
-    raise Refused(miss.reason, miss.node, miss.depth)
+    raise Refused(miss.reason, miss.node, miss.depth, miss.matched)
 
 
 def _scores(value: Node, frame: Frame, above: Scored, trace: Trace) -> Iterator[Scored]:

@@ -18,6 +18,7 @@ from kimigraph.passes.algebra.attention import Attention, attention_at, is_sink
 from kimigraph.passes.algebra.frames import Operand
 from kimigraph.passes.algebra.latent import LatentExpansion, expansion_of
 from kimigraph.passes.algebra.masks import selects
+from kimigraph.passes.algebra.nodes import dtype
 from kimigraph.passes.algebra.pieces import Piece, pieces
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import build, call, replace
@@ -60,11 +61,18 @@ class FuseSparseAttention(FusionPass):
         try:
             expansion = expansion_of(attention)
         except Refused as refusal:
-            raise refusal.raised_to(1 if selected else 0) from refusal
+            raise refusal.raised_to(1 if selected else 0, attention.path) from refusal
+        evidence = (*attention.path, expansion.latent.node, expansion.weight)
         try:
             return _checked(program, attention, expansion)
         except Refused as refusal:
-            raise refusal.raised_to(3 if selected else 2) from refusal
+            raise refusal.raised_to(3 if selected else 2, evidence) from refusal
+
+    def note(self, site: AttentionSite) -> str:
+        """What cannot be proved of a list that is no indexer's own."""
+        if site.picks.target is OPERATORS["lightning_indexer"].overload:
+            return ""
+        return f"{site.picks.name} is taken to name no key twice, which the graph cannot prove"
 
     def rewrite(self, program: CapturedProgram, site: AttentionSite) -> Node:
         """Put the operator, with the absorbed weight around it, in the place of the attention."""
@@ -81,10 +89,15 @@ class FuseSparseAttention(FusionPass):
             q_rope = here(ATEN.transpose.int, _columns(here, attention.q, expansion.rope), 1, 2)
             rope = build(graph, expansion.rope_cache, attention.out)
         latent = build(graph, expansion.latent, attention.out)
+        picks = site.picks
+        if dtype(picks) is not torch.int32:
+            picks = call(
+                graph, ATEN._to_copy.default, (picks,), {"dtype": torch.int32}, like=picks, before=attention.out
+            )
         node = call(
             graph,
             OPERATORS["sparse_attention"].overload,
-            (q_latent, q_rope, latent, rope, site.picks),
+            (q_latent, q_rope, latent, rope, picks),
             {"scale": attention.scale, "descriptor": site.descriptor},
             like=attention.sink,
             before=attention.out,

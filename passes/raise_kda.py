@@ -15,7 +15,7 @@ from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.passes.algebra.convolution import Convolution, convolution_at
 from kimigraph.passes.algebra.delta_rule import LAYOUTS, delta_step, read_out, require_delta_layouts
-from kimigraph.passes.algebra.frames import Operand, operand, row_major
+from kimigraph.passes.algebra.frames import Operand, operand, require_type, row_major
 from kimigraph.passes.algebra.gated_norm import Neighbours, neighbours_of
 from kimigraph.passes.algebra.nodes import (
     COPIES,
@@ -31,7 +31,7 @@ from kimigraph.passes.algebra.nodes import (
 )
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import build, call, replace
-from kimigraph.passes.algebra.rule import FusionPass
+from kimigraph.passes.algebra.rule import FusionPass, require_unwritten
 from kimigraph.passes.algebra.unify import Match
 
 ATEN = torch.ops.aten
@@ -72,7 +72,7 @@ class RaiseKda(FusionPass):
         try:
             return _checked(program.graph_module.graph, anchor, match, layout)
         except Refused as refusal:
-            raise refusal.raised_to(len(match.path)) from refusal
+            raise refusal.raised_to(len(match.path), match.path) from refusal
 
     def rewrite(self, program: CapturedProgram, site: KdaSite) -> Node:
         """Put the operator before the last node taken along, erase the old writes."""
@@ -135,12 +135,16 @@ def _laid_out(write: Node, layout: str) -> Match:
     assert isinstance(value, Node)
     match = delta_step(value, layout)
     if match.base("state") is not write.args[0]:
-        raise Refused("the decayed tensor is not the state that is written", match.base("state"), len(match.path))
+        raise Refused(
+            "the decayed tensor is not the state that is written", match.base("state"), len(match.path), match.path
+        )
     strides = row_major("bh" + layout, dict(zip("bh" + layout, shape(value), strict=True)))
     for leaf in match.leaves["decayed"]:
         found = leaf.strides()
         if found is None or any(found[0].get(axis, 0) != stride for axis, stride in strides.items()):
-            raise Refused(f"the state is not [B, H, {', '.join(layout.upper())}]", write, len(match.path) - 1)
+            raise Refused(
+                f"the state is not [B, H, {', '.join(layout.upper())}]", write, len(match.path) - 1, match.path
+            )
     return match
 
 
@@ -165,8 +169,8 @@ def _checked(graph: Graph, write: Node, match: Match, layout: str) -> KdaSite:
         "beta": operand("beta", match.leaf("beta"), "bh", sizes, (sizes["b"], 1, sizes["h"])),
     }
     for name, found in {**operands, "qkv": convolution.x}.items():
-        if dtype(found.node) not in FLOATS:
-            raise Refused(f"{name} is {dtype(found.node)}", found.node)
+        require_type(name, found.node, FLOATS)
+        require_unwritten(graph, name, found, out)
     return KdaSite(write, match, layout, convolution, neighbours, out, operands)
 
 

@@ -11,16 +11,16 @@ from kimigraph.ir.manifest import Manifest
 from kimigraph.runtime.executor import InputMismatchError
 
 TENSOR = "tensor"
-"""The record of a leaf that is a tensor; another leaf is ``{"value": ...}`` as it was when the model was captured."""
+"""The record of a leaf that is a tensor; another leaf is ``{"value": ...}`` or ``{"text": ...}``, as captured."""
 
 
 @dataclass(frozen=True)
 class CallStructure:
     """How a model is called and what it returns.
 
-    ``arguments`` is the tree of (args, kwargs) at capture and ``result`` that of the model's result; None: a container has
-    no text form, so arguments are taken in order and results come as a tuple of tensors. ``parameters`` are the names of
-    the model's positional parameters. The leaves say which are tensors.
+    ``arguments`` is the tree of (args, kwargs) at capture and ``result`` that of the model's result; None: a container
+    has no text form, so arguments are taken in order and results come as a tuple of tensors. ``parameters`` are the
+    names of the model's positional parameters. The leaves say which are tensors.
     """
 
     arguments: pytree.TreeSpec | None
@@ -31,7 +31,7 @@ class CallStructure:
 
     @classmethod
     def of_manifest(cls, manifest: Manifest) -> "CallStructure":
-        """The structure that an artifact records. UsageError when the class of a result is not known in this process."""
+        """The structure that an artifact records. UsageError when this process does not know the class of a result."""
         try:
             arguments, result = manifest.in_tree(), manifest.out_tree()
         except (NotImplementedError, ValueError, KeyError) as error:
@@ -58,12 +58,14 @@ class CallStructure:
         try:
             leaves = self.arguments.flatten_up_to(self._respelled(args, kwargs))
         except ValueError as error:
-            raise InputMismatchError(f"the arguments are not those that the program was compiled for: {error}") from None
+            raise InputMismatchError(
+                f"the arguments are not those that the program was compiled for: {error}"
+            ) from None
         recorded = self.argument_leaves or (TENSOR,) * len(leaves)
         for place, (leaf, record) in enumerate(zip(leaves, recorded, strict=True)):
-            if record != TENSOR and (type(leaf) is not type(record["value"]) or leaf != record["value"]):
+            if record != TENSOR and repr(leaf) != _text(record):
                 raise InputMismatchError(
-                    f"leaf {place} of the arguments is {leaf!r}, the program was compiled for {record['value']!r}: "
+                    f"leaf {place} of the arguments is {leaf!r}, the program was compiled for {_text(record)}: "
                     "a plain value is part of the program, so compile for this one"
                 )
         return [leaf for leaf, record in zip(leaves, recorded, strict=True) if record == TENSOR]
@@ -91,3 +93,7 @@ class CallStructure:
         recorded = self.result_leaves or (TENSOR,) * self.result.num_leaves
         leaves = [next(following) if record == TENSOR else record["value"] for record in recorded]
         return pytree.tree_unflatten(leaves, self.result)
+
+
+def _text(record: dict[str, Any]) -> str:
+    return record["text"] if "text" in record else repr(record["value"])

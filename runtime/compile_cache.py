@@ -4,14 +4,16 @@ Layout under the root::
 
     v1/front/<ab>/<front key>.json      graph key and the named components of the front key
     v1/graph/<ab>/<graph key>/          key.json, artifact/, dumps/, report.json
-    .staging/                           entries being written; published by one rename
+    .staging/                           entries being written, or replaced; published by one rename
+    .bad/                               corrupt entries that were set aside
 
-Readers take no lock. JSON, source text and safetensors only.
+Readers take no lock. JSON, source text and safetensors only; who can write the root can run code in its readers.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -23,10 +25,12 @@ from platformdirs import user_cache_path
 
 from kimigraph.ir import env
 from kimigraph.ir.errors import CorruptArtifactError
-from kimigraph.ir.manifest import Manifest
+from kimigraph.ir.manifest import MANIFEST_NAME, verify_artifact
 
 SCHEMA = "v1"
-STALE_STAGING_SECONDS = 3600
+MODES = ("use", "off", "readonly", "refresh")
+STALE_SECONDS = {".staging": 3600, ".bad": 7 * 24 * 3600}
+"""Leftovers older than this are removed when something is stored."""
 
 
 def digest(components: dict[str, Any]) -> str:
@@ -47,6 +51,21 @@ class Lookup:
     graph_key: str
     reason: str
 
+    def report(self) -> dict[str, Any]:
+        """The report of the original compilation (of a hit)."""
+        assert self.entry is not None
+        return json.loads((self.entry / "report.json").read_text(encoding="utf-8"))["report"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A finished compilation: the components of its graph key, where its files lie, and its report."""
+
+    graph: dict[str, Any]
+    artifact: Path
+    dumps: Path
+    report: dict[str, Any]
+
 
 class CompileCache:
     """``mode``: ``use`` reads and writes, ``readonly`` reads, ``refresh`` writes, ``off`` does neither."""
@@ -55,6 +74,7 @@ class CompileCache:
         self.root = root or default_root()
         self.mode = mode
         self.warning = ""
+        """Why the last entry was not kept; empty when it was."""
 
     @property
     def reads(self) -> bool:
@@ -72,53 +92,77 @@ class CompileCache:
             return Lookup(None, "", f"--cache {self.mode}")
         path = self._front_path(digest(components))
         try:
-            graph_key = str(json.loads(path.read_text(encoding="utf-8"))["graph_key"])
-        except FileNotFoundError:
+            graph_key = str(json.loads(path.read_bytes())["graph_key"])
+        except (FileNotFoundError, NotADirectoryError):
             return Lookup(None, "", "not compiled before")
-        except (OSError, ValueError, KeyError) as error:
-            return Lookup(None, "", f"unreadable front entry: {error}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return Lookup(None, "", f"corrupt entry: {path.name} cannot be read ({error})")
         return self.find_graph(graph_key)
 
     def find_graph(self, graph_key: str) -> Lookup:
         """The entry of a graph key, checked file by file; a corrupt one is set aside and reported as a miss."""
         if not self.reads:
             return Lookup(None, graph_key, f"--cache {self.mode}")
+        if not re.fullmatch(r"[0-9a-f]{64}", graph_key):
+            return Lookup(None, "", f"corrupt entry: {graph_key[:80]!r} is no key")
         entry = self._graph_path(graph_key)
         if not entry.is_dir():
             return Lookup(None, graph_key, "not compiled before")
         try:
-            Manifest.read(entry / "artifact").verify_files(entry / "artifact")
-            json.loads((entry / "report.json").read_text(encoding="utf-8"))
-        except (CorruptArtifactError, OSError, ValueError) as error:
-            self._quarantine(entry)
-            return Lookup(None, graph_key, f"corrupt entry set aside: {error}")
+            _check_entry(entry, graph_key)
+        except (CorruptArtifactError, OSError, ValueError, KeyError, TypeError) as error:
+            self.discard(graph_key)
+            return Lookup(None, graph_key, f"corrupt entry{' set aside' if self.writes else ''}: {error}")
         return Lookup(entry, graph_key, "")
 
-    def store(self, front: dict[str, Any] | None, graph: dict[str, Any], artifact: Path, dumps: Path | None, report: dict[str, Any]) -> None:
+    def store(self, front: dict[str, Any] | None, entry: Entry) -> None:
         """Keep a finished compilation. A disk that refuses leaves the cache as it was and sets ``warning``."""
+        self._write(lambda: self._publish(entry), front, digest(entry.graph))
+
+    def store_front(self, front: dict[str, Any] | None, graph_key: str) -> None:
+        """Let ``front`` point to an entry that is there already; otherwise as ``store``."""
+        self._write(lambda: None, front, graph_key)
+
+    def discard(self, graph_key: str) -> None:
+        """Set an entry aside, so that it is found no more. A read-only cache keeps it and refuses it again."""
+        if not self.writes:
+            return
+        bad = self.root / ".bad"
+        try:
+            bad.mkdir(parents=True, exist_ok=True)
+            self._graph_path(graph_key).rename(bad / f"{graph_key}-{uuid.uuid4().hex}")
+        except OSError:
+            return
+
+    def _write(self, publish: Any, front: dict[str, Any] | None, graph_key: str) -> None:
+        self.warning = ""
         if not self.writes:
             return
         try:
-            self._publish(front, graph, artifact, dumps, report)
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._sweep()
+            publish()
+            if front is not None:
+                path = self._front_path(digest(front))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _write_json(path, {"graph_key": graph_key, "components": front})
         except OSError as error:
-            self.warning = f"the compile cache at {self.root} was not written: {error}"
+            self.warning = f"the compile cache at {self.root} cannot be written, so nothing was kept: {error}"
 
-    def _publish(self, front: dict[str, Any] | None, graph: dict[str, Any], artifact: Path, dumps: Path | None, report: dict[str, Any]) -> None:
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._sweep_staging()
-        key = digest(graph)
+    def _publish(self, made: Entry) -> None:
+        key = digest(made.graph)
         staged = self.root / ".staging" / f"{os.getpid()}-{uuid.uuid4().hex}"
         staged.mkdir(parents=True)
         try:
-            shutil.copytree(artifact, staged / "artifact", ignore=shutil.ignore_patterns("__pycache__", "dumps"))
-            if dumps is not None:
-                shutil.copytree(dumps, staged / "dumps")
-            _write_json(staged / "key.json", graph)
-            _write_json(staged / "report.json", report)
+            shutil.copytree(made.artifact, staged / "artifact", ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(made.dumps, staged / "dumps")
+            _write_json(staged / "key.json", made.graph)
+            _write_json(staged / "report.json", {"manifest": _manifest_hash(staged), "report": made.report})
+            _sync_tree(staged)
             entry = self._graph_path(key)
             entry.parent.mkdir(parents=True, exist_ok=True)
             if self.mode == "refresh" and entry.is_dir():
-                self._quarantine(entry)
+                entry.rename(staged.with_name(f"{staged.name}.replaced"))
             try:
                 staged.rename(entry)
             except OSError:
@@ -126,10 +170,7 @@ class CompileCache:
                     raise
         finally:
             shutil.rmtree(staged, ignore_errors=True)
-        if front is not None:
-            path = self._front_path(digest(front))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write_json(path, {"graph_key": key, "components": front})
+            shutil.rmtree(staged.with_name(f"{staged.name}.replaced"), ignore_errors=True)
 
     def _front_path(self, key: str) -> Path:
         return self.root / SCHEMA / "front" / key[:2] / f"{key}.json"
@@ -137,28 +178,45 @@ class CompileCache:
     def _graph_path(self, key: str) -> Path:
         return self.root / SCHEMA / "graph" / key[:2] / key
 
-    def _quarantine(self, entry: Path) -> None:
-        bad = self.root / ".bad"
-        try:
-            bad.mkdir(parents=True, exist_ok=True)
-            entry.rename(bad / f"{entry.name}-{uuid.uuid4().hex}")
-        except OSError:
-            pass  # a read-only cache: the entry stays and is refused again next time
+    def _sweep(self) -> None:
+        for folder, seconds in STALE_SECONDS.items():
+            for left in (self.root / folder).iterdir() if (self.root / folder).is_dir() else ():
+                try:
+                    if time.time() - left.stat().st_mtime > seconds:
+                        shutil.rmtree(left, ignore_errors=True)
+                except FileNotFoundError:
+                    continue
 
-    def _sweep_staging(self) -> None:
-        staging = self.root / ".staging"
-        for left in staging.iterdir() if staging.is_dir() else ():
-            try:
-                if time.time() - left.stat().st_mtime > STALE_STAGING_SECONDS:
-                    shutil.rmtree(left, ignore_errors=True)
-            except FileNotFoundError:
-                continue
+
+def _check_entry(entry: Path, graph_key: str) -> None:
+    """CorruptArtifactError unless the entry is whole: its key, its manifest and every file that the manifest lists."""
+    if digest(json.loads((entry / "key.json").read_bytes())) != graph_key:
+        raise CorruptArtifactError(f"{entry / 'key.json'} is the key of another entry")
+    document = json.loads((entry / "report.json").read_bytes())
+    if document["manifest"] != _manifest_hash(entry) or not isinstance(document["report"], dict):
+        raise CorruptArtifactError(f"{entry / 'artifact' / MANIFEST_NAME} is not the one that was stored")
+    verify_artifact(entry / "artifact")
+
+
+def _manifest_hash(entry: Path) -> str:
+    return hashlib.sha256((entry / "artifact" / MANIFEST_NAME).read_bytes()).hexdigest()
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(document, file, sort_keys=True, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(document, file, sort_keys=True, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync_tree(root: Path) -> None:
+    """Put all files below ``root`` on the disk, so that a rename cannot outlive its contents."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

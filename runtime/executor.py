@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -68,12 +67,12 @@ def laid_out(values: torch.Tensor, spec: InputSpec) -> torch.Tensor:
 class Executor:
     """A program bound to its weights.
 
-    ``tensors`` maps the outside names of bound inputs (state-dict names) to tensors; those on the artifact's device and in
-    its layout are bound as they are, so that later changes of a weight are seen. A call takes the caller's tensors (caches
-    and inputs) in manifest order and returns the step's outputs; mutated ones change in place.
+    ``tensors`` maps the outside names of bound inputs (state-dict names) to tensors; those on the artifact's device and
+    in its layout are bound as they are, so that later changes of a weight are seen. A call takes the caller's tensors
+    (caches and inputs) in manifest order and returns the step's outputs; mutated ones change in place.
 
     Raises CorruptArtifactError when a file is not what the manifest says, UsageError when this process cannot run the
-    target or a weight is missing, InputMismatchError (a TypeError) when a tensor is not what the program was compiled for.
+    target or a weight is missing, InputMismatchError (a TypeError) when a tensor is not what the program is made for.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -132,8 +131,8 @@ class Executor:
             )
         if any(step == 0 and size > 1 for step, size in zip(spec.stride, spec.shape, strict=True)):
             raise InputMismatchError(
-                f"{spec.source} was an expanded tensor with strides {spec.stride} when the program was compiled and has "
-                f"strides {tensor.stride()} now: compile for a contiguous one, which any layout fits"
+                f"{spec.source} has strides {tensor.stride()}, the program was compiled for an expanded tensor with "
+                f"strides {spec.stride}: compile for a contiguous one, which any layout fits"
             )
         return laid_out(tensor, spec)
 

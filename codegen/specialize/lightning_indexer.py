@@ -22,6 +22,8 @@ def build(request: KernelRequest, *, select_block: int = SELECT_BLOCK) -> Kernel
     itemsize = 4 if mixed or q.dtype == "float32" else 2
     # fp32 products run on the plain cores with operands in registers: larger tiles spill.
     block_t, block_h, block_d = TILE if itemsize == 2 else TILE_FP32
+    if width > block_d:
+        block_d = min(block_d, 128)  # a loop over channels is pipelined: its stages must fit shared memory together
     block_t, block_h, block_d = (
         min(padded(total, 16), block_t),
         min(padded(heads, 16), block_h),

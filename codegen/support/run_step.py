@@ -30,7 +30,8 @@ def main(
     manifest = json.loads((here / "manifest.json").read_bytes())
     seed = manifest["seed"] if options.seed is None else options.seed
     seeded, files = load("support/seeded.py"), load("support/tensor_file.py")
-    tensors = make_tensors(manifest["inputs"], seed, seeded.seeded_tensor)
+    weight_seed = manifest["info"].get("weight_seed") if options.seed is None else None
+    tensors = make_tensors(manifest["inputs"], seed, seeded.seeded_tensor, weight_seed)
     replace_tensors(tensors, constants_of(here, manifest["inputs"], files))
     if options.weights:
         replace_tensors(tensors, weights_of(options.weights, manifest["inputs"], tensors, files))
@@ -44,13 +45,17 @@ def main(
 
 
 def make_tensors(
-    inputs: list[dict[str, Any]], seed: int, seeded: Callable[..., torch.Tensor]
+    inputs: list[dict[str, Any]], seed: int, seeded: Callable[..., torch.Tensor], weight_seed: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """A seeded tensor for every input, by source name, in the strides that the graph was made for."""
+    """A seeded tensor for every input, by source name, in the strides that the graph was made for.
+
+    ``weight_seed`` is the seed of the weights where it is not ``seed``.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for record in inputs:
         dtype = getattr(torch, record["dtype"])
-        values = seeded(record["source"], record["shape"], dtype, record["kind"], seed, record["value_range"])
+        own = weight_seed if record["kind"] == "weight" and weight_seed is not None else seed
+        values = seeded(record["source"], record["shape"], dtype, record["kind"], own, record["value_range"])
         tensors[record["source"]] = with_strides(values, record["stride"])
     return tensors
 

@@ -1,0 +1,1 @@
+"""One file per library whose interface is private or untyped; typed values come out."""

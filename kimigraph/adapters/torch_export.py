@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +56,7 @@ def export_functional(
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Without what torch.export prints and logs about failures that are raised anyway, and without the warnings that its
-    own use of deprecated functions causes."""
+    """Without what torch.export prints and logs about failures that are raised anyway, and its own deprecations."""
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental", "torch._dynamo", "torch.export")]
     levels = [logger.level for logger in loggers]
     try:
@@ -78,13 +77,15 @@ def _plain(exported: ExportedProgram) -> FunctionalGraph:
     by_target = {item.target: item.node.name for item in inputs if item.target is not None}
     mutations: dict[str, Node] = {}
     results: list[Any] = []
-    for spec, value in zip(signature.output_specs, graph.output_node().args[0], strict=True):
+    outputs: Any = graph.output_node().args[0]
+    for spec, value in zip(signature.output_specs, outputs, strict=True):
+        target: Any = spec.target
         if spec.kind == OutputKind.USER_OUTPUT:
             results.append(value)
         elif spec.kind == OutputKind.USER_INPUT_MUTATION:
-            mutations[spec.target] = value
+            mutations[target] = value
         elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
-            mutations[by_target[spec.target]] = value
+            mutations[by_target[target]] = value
         else:
             raise NotImplementedError(f"the model returns a {spec.kind.name.lower()}")
     call = exported.call_spec
@@ -93,15 +94,16 @@ def _plain(exported: ExportedProgram) -> FunctionalGraph:
 
 def _lifted(spec: Any, node: Node, exported: ExportedProgram) -> LiftedInput:
     kind, target = spec.kind, spec.target
+    constants: Any = exported.constants
     if kind == InputKind.USER_INPUT:
         return LiftedInput(node, "argument", None, False, None)
     if kind == InputKind.PARAMETER:
         return LiftedInput(node, "parameter", target, True, exported.state_dict[target])
     if kind == InputKind.BUFFER:
-        held = exported.state_dict if spec.persistent else exported.constants
+        held = exported.state_dict if spec.persistent else constants
         return LiftedInput(node, "buffer", target, bool(spec.persistent), held[target])
     if kind == InputKind.CONSTANT_TENSOR:
-        return LiftedInput(node, "constant", target, False, exported.constants[target])
+        return LiftedInput(node, "constant", target, False, constants[target])
     raise NotImplementedError(f"the model holds a {kind.name.lower()} ({target})")
 
 
@@ -109,7 +111,7 @@ def _lifted(spec: Any, node: Node, exported: ExportedProgram) -> LiftedInput:
 class WrittenArgument:
     """A mutated argument of a functionalized call: which base, and the part of it (None: all of it).
 
-    ``region`` is the overload and arguments of the view that gives the part; ``as_strided`` counts from the base's start.
+    ``region`` is the overload and arguments of the view that gives the part; offsets count from the base's start.
     """
 
     base: int
@@ -134,10 +136,12 @@ def functionalized_call(node: Any) -> FunctionalizedCall | None:
     """``node`` taken apart, or None when it is no ``auto_functionalized_v2`` call."""
     if not isinstance(node, Node) or node.op != "call_function" or str(node.target) != "auto_functionalized_v2":
         return None
-    operator, bases = node.args[0], list(node.kwargs["_all_bases"])
+    operator: Any = node.args[0]
+    bases: list[Any] = list(cast(Any, node.kwargs["_all_bases"]))
     plain = {key: value for key, value in node.kwargs.items() if not key.startswith("_")}
     written: dict[str, WrittenArgument] = {}
-    for key, base in node.kwargs.items():
+    for key, value in node.kwargs.items():
+        base: Any = value
         name = key[1 : -len("_base_index")]
         if not key.endswith("_base_index"):
             continue

@@ -2,9 +2,9 @@
 # Reason: the cache classes of transformers carry no usable types.
 """The static caches of transformers as a flat dict of tensors, and back inside ``forward``.
 
-``StaticIndexedLayer`` keeps the latent as ``keys`` [B, 1, T, L], the rope part as ``values`` [B, 1, T, R], the index keys
-as ``indexer_keys`` [B, T, D] and two counters; ``LinearAttentionLayer`` the last raw inputs of the convolution and the
-delta-rule state. Their flat names are ``cache.<layer>.*`` and ``state.<layer>.*``.
+``StaticIndexedLayer`` keeps the latent as ``keys`` [B, 1, T, L], the rope part as ``values`` [B, 1, T, R], the index
+keys as ``indexer_keys`` [B, T, D] and two counters; ``LinearAttentionLayer`` the last raw inputs of the convolution and
+the delta-rule state. Their flat names are ``cache.<layer>.*`` and ``state.<layer>.*``.
 """
 
 import copy

@@ -2,6 +2,7 @@
 # Reason: transformers builds its models from untyped configuration objects.
 """Models of transformers as one step: ``forward(input_ids, cache) -> logits`` with a flat dict of cache tensors."""
 
+import copy
 import logging
 import re
 from collections.abc import Generator
@@ -27,8 +28,8 @@ PREFIX = "model."
 class Implementations:
     """Which of transformers' own spellings of attention and experts a model uses.
 
-    ``batched_mm`` gathers the weights of the picked experts: it exports at any dtype to plain ATen. ``grouped_mm`` exports
-    to an operator of transformers' own unless everything is bfloat16.
+    ``batched_mm`` gathers the weights of the picked experts: it exports at any dtype to plain ATen. ``grouped_mm``
+    exports to an operator of transformers' own unless everything is bfloat16.
     """
 
     attention: str = "sdpa"
@@ -72,7 +73,7 @@ def require_transformers(model_type: str) -> None:
         from transformers import __version__
 
         raise UsageError(
-            f"transformers {__version__} has no model_type {model_type!r}: pip install 'kimigraph[hf]' brings one that has"
+            f"transformers {__version__} has no model_type {model_type!r}: pip install -U 'kimigraph[hf]'"
         ) from error
     # Its advice to install kernels for eager runs would stand between the lines of a compilation.
     logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
@@ -156,13 +157,23 @@ def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
 
 def load_model(config: Any, dtype: torch.dtype, directory: Path) -> nn.Module:
     """The model with the weights of ``directory``; UsageError when weights are missing."""
+    if config.model_type == "glm5_next":
+        config = copy.deepcopy(config)
+        config.vision_config.depth = 0  # the vision tower is not needed: its weights are left in the files
     try:
         with _silent_loading():
             model, loading = _model_class(config).from_pretrained(
-                str(directory), config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+                str(directory),
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they come back in the loading information
             )
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(f"the weights in {directory} do not load: {' '.join(str(error).split())[:600]}") from error
+    for name, found, wanted in loading["mismatched_keys"]:
+        raise UsageError(f"{directory}: {name} is {tuple(found)}, the configuration asks for {tuple(wanted)}")
     missing = sorted(name for name in loading["missing_keys"] if ".visual." not in name)
     if missing:
         raise UsageError(
@@ -178,14 +189,13 @@ def _silent_loading() -> Generator[None]:
     """Without progress bars and load reports: what is missing is an error of our own."""
     from transformers.utils import logging as reports
 
-    logger, bars = logging.getLogger("transformers.modeling_utils"), reports.is_progress_bar_enabled()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    verbosity, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
+    reports.set_verbosity_error()
     reports.disable_progress_bar()
     try:
         yield
     finally:
-        logger.setLevel(level)
+        reports.set_verbosity(verbosity)
         if bars:
             reports.enable_progress_bar()
 

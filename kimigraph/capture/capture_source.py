@@ -24,6 +24,7 @@ def capture(source: ModelSource, config: CompileConfig) -> CapturedProgram:
         model_type=source.model_type,
         shape_key=source.shape_key,
         random_weights=source.random_weights,
+        weight_seed=source.weight_seed,
         notes=[*source.notes, *_unmarked(config, source)],
         **shape,
     )

@@ -29,8 +29,8 @@ def describe_failure(name: str, error: BaseException) -> CaptureError:
     low = f"{type(error).__name__} {text}".lower()
     if any(mark in low for mark in _DATA_DEPENDENT):
         return CaptureError(
-            f"{name} cannot be captured: the code{where} decides by the value of a tensor, and a graph holds one path only. "
-            "Write the choice with torch.where, take the value as a Python argument, or move the choice out of the model"
+            f"{name} cannot be captured: the code{where} decides by the value of a tensor, and a graph holds one path. "
+            "Write the choice with torch.where, take the value as a Python argument, or move it out of the model"
         )
     if (constant := re.search(r"Constant (\S+) is mutated", text)) is not None:
         return hidden_state(name, [constant.group(1)])
@@ -40,8 +40,8 @@ def describe_failure(name: str, error: BaseException) -> CaptureError:
 def hidden_state(name: str, tensors: list[str]) -> CaptureError:
     """The error for tensors that a model changes although nothing tells a graph about them."""
     return CaptureError(
-        f"{name} changes {', '.join(tensors[:3])} in place, which is neither an argument nor a registered buffer, so the "
-        "change would be missing from the graph: pass the tensor as an argument of forward, or use register_buffer"
+        f"{name} changes {', '.join(tensors[:3])} in place, which is neither an argument nor a registered buffer, so "
+        "the change would be missing from the graph: pass the tensor as an argument of forward, or use register_buffer"
     )
 
 

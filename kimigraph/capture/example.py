@@ -23,7 +23,7 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepExample:
-    """Seeded tensors for steps of ``shape``; ``settle(tensors, length)`` makes them consistent with that many tokens."""
+    """Seeded tensors for steps of ``shape``; ``settle(tensors, length)`` makes them agree with that many tokens."""
 
     shape: StepShape
     inputs: tuple[StepInput, ...]

@@ -1,4 +1,4 @@
-"""From a functional graph to a captured program: flat placeholders with stable names, in-place updates, plain outputs."""
+"""From a re-inplaced graph to a captured program: flat placeholders with stable names, tensor outputs alone."""
 
 import re
 from dataclasses import dataclass

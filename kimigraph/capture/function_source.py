@@ -5,6 +5,7 @@ import importlib
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,19 @@ def function_source(text: str, config: CompileConfig) -> ModelSource:
         option = "--set" if config.overrides else "--dtype"
         raise UsageError(f"{option} does not apply to {text}: the function builds the model itself")
     module, args, kwargs = _call(text, _function(text))
+    source = module_source(text.rpartition(":")[2], module, args, kwargs, config)
+    return replace(source, document={"function": text})
+
+
+def module_source(
+    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], config: CompileConfig
+) -> ModelSource:
+    """A module with its example arguments as a source."""
     return ModelSource(
-        name=text.rpartition(":")[2],
+        name=name,
         model_type="function",
         phase=config.phase,
         load=lambda device: Loaded(module, partial(_fresh, args, kwargs)),
-        document={"function": text},
     )
 
 

@@ -20,9 +20,9 @@ class InputHint:
 class CaptureHints:
     """What to call things and what they are.
 
-    ``inputs`` is keyed by the outside name (``InputSpec.source``). ``outputs`` names the tensors that the step returns, in
-    order; when empty they are named by their place in the result. ``prefix`` is cut off the front of parameter and buffer
-    names, so that a wrapper leaves the model's own state-dict names.
+    ``inputs`` is keyed by the outside name (``InputSpec.source``). ``outputs`` names the tensors that the step returns,
+    in order; when empty they are named by their place in the result. ``prefix`` is cut off the front of parameter and
+    buffer names, so that a wrapper leaves the model's own state-dict names.
     """
 
     inputs: dict[str, InputHint] = field(default_factory=lambda: {})

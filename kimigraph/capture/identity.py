@@ -40,7 +40,7 @@ def module_identity(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, An
 
 
 def call_digest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Twelve hex digits over the structure, shapes, strides and dtypes of a call's arguments, and over its plain values."""
+    """Twelve hex digits over structure, shapes, strides, dtypes and plain values of a call's arguments."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     return _digest([str(spec), [_tensor(x) if isinstance(x, Tensor) else repr(x) for x in leaves]])[:12]
 

@@ -35,7 +35,8 @@ def kimi_source(
         hints=CaptureHints({item.name: item.hint for item in inputs}, ("logits",)),
         document={**document, "overrides": [list(pair) for pair in overrides], "dtype": model_config.dtype},
         random_weights=weight_seed is not None,
-        notes=_notes(model_config, shape),
+        weight_seed=weight_seed,
+        notes=shape.notes(model_config.index_topk),
     )
 
 
@@ -85,10 +86,3 @@ def _descriptor(name: str, tensor: torch.Tensor, model_config: KimiK31Config) ->
     if part == "kda":
         return str(StateDescriptor("vk", dtype, linear.num_heads, linear.head_dim, linear.head_dim))
     return str(ConvDescriptor(tensor.shape[1], linear.short_conv_kernel_size, tensor.shape[2]))
-
-
-def _notes(model_config: KimiK31Config, shape: StepShape) -> tuple[str, ...]:
-    if model_config.index_topk <= shape.context:
-        return ()
-    picks = model_config.index_topk
-    return (f"index_topk {picks} is larger than the context {shape.context}: the indexer picks every visible token",)

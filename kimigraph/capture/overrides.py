@@ -14,8 +14,8 @@ def apply_overrides(
     """A copy of ``document`` with the fields set. A dotted field reaches into a nested object.
 
     ``known`` are the fields that the model type has beside those written in the file; with ``part`` a field that the
-    document lacks belongs to that nested object. A list with one entry a layer (``layer_types``) is cut, or repeated from
-    its start, when the number of layers changes. Raises UsageError for an unknown field, with the nearest known one.
+    document lacks belongs to that nested object. A list with one entry a layer (``layer_types``) is cut, or repeated
+    from its start, when the number of layers changes. Raises UsageError for an unknown field, with the nearest known.
     """
     result = copy.deepcopy(document)
     for name, text in overrides:

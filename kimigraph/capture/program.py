@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from kimigraph.adapters.torch_export import FunctionalGraph, export_functional
 from kimigraph.capture.errors import describe_failure
@@ -13,7 +13,7 @@ from kimigraph.capture.hints import CaptureHints
 from kimigraph.capture.marks import is_mark, marked
 from kimigraph.capture.random import check_deterministic
 from kimigraph.capture.reinplace import reinplace
-from kimigraph.capture.signature import call_leaves, normalize_call
+from kimigraph.capture.signature import call_leaves, normalize_call, positional_parameters
 from kimigraph.capture.watch import StateWatch
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import CaptureError
@@ -30,12 +30,12 @@ def capture_module(
     """Capture one call ``module(*args, **kwargs)`` as a program.
 
     Tensors among the arguments become inputs; those that the module writes are caches. The tensors given keep their
-    values, and so does the module's state. Raises CaptureError when the module cannot be captured, computes random numbers,
-    or changes tensors that are neither arguments nor registered buffers.
+    values, and so does the module's state. Raises CaptureError when the module cannot be captured, draws random
+    numbers, or changes tensors that are neither arguments nor registered buffers.
     """
     hints = hints or CaptureHints()
     name = type(module).__name__
-    args, kwargs = normalize_call(module, args, kwargs)
+    args, kwargs = pytree.tree_map(_own_memory, normalize_call(module, args, kwargs))
     with StateWatch(module, name), marked(config):
         functional = _export(module, args, kwargs, name)
     check_deterministic(functional.graph, name)
@@ -49,6 +49,8 @@ def capture_module(
         source=name,
         phase=config.phase,
         mutations=statistics,
+        parameters=positional_parameters(module),
+        argument_leaves=[_argument_record(leaf.value) for leaf in leaves],
         result_leaves=[_leaf_record(leaf) for leaf in functional.results],
     )
     return program
@@ -66,6 +68,14 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], na
             raise failure from first
 
 
+def _own_memory(value: Any) -> Any:
+    """An expanded tensor as a contiguous one: a program takes what any caller has, not elements that share memory."""
+    expanded = isinstance(value, Tensor) and any(
+        step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)
+    )
+    return value.contiguous() if expanded else value
+
+
 def _leaf_record(leaf: Any) -> Any:
     """How a leaf of the model's result comes back: a tensor, or a plain value as captured."""
     if isinstance(leaf, Node):
@@ -75,8 +85,16 @@ def _leaf_record(leaf: Any) -> Any:
     raise CaptureError(f"the model returns a {type(leaf).__name__}, which is neither a tensor nor a plain value")
 
 
+def _argument_record(leaf: Any) -> Any:
+    """What a leaf of the call was: a tensor, a plain value, or the text of another object."""
+    if isinstance(leaf, Tensor):
+        return "tensor"
+    plain = leaf is None or isinstance(leaf, bool | int | float | str)
+    return {"value": leaf} if plain else {"text": repr(leaf)}
+
+
 def tensors_of(program: CapturedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors to run ``program``'s graph on: bound ones, then those of the call, in placeholder order."""
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    leaves = pytree.tree_leaves((args, kwargs))
     given = iter([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     return [program.tensors[spec.name] if spec.bound else next(given) for spec in program.inputs]

@@ -1,5 +1,7 @@
 """Random numbers have no place in a captured step: a graph that draws them cannot be checked or reordered."""
 
+from typing import Any
+
 import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
@@ -15,8 +17,8 @@ def check_deterministic(graph: Graph, name: str) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload) and _draws(node):
             raise CaptureError(
-                f"{name} draws random numbers: {node.target} in {module_path(node) or 'forward'}, {source_line(node)}. Call "
-                "model.eval() to switch dropout off, or pass the random tensor as an argument"
+                f"{name} draws random numbers: {node.target} in {module_path(node) or 'forward'}, {source_line(node)}. "
+                "Call model.eval() to switch dropout off, or pass the random tensor as an argument"
             )
 
 
@@ -25,12 +27,11 @@ def _draws(node: Node) -> bool:
     assert isinstance(target, OpOverload)
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    arguments = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False)) | dict(
-        node.kwargs
-    )
+    arguments: dict[str, Any] = dict(
+        zip((argument.name for argument in target._schema.arguments), node.args, strict=False)
+    ) | dict(node.kwargs)
     if "dropout" in target._schema.name:
-        rate = arguments.get("p", 0.5)
-        return bool(arguments.get("train", True)) and rate != 0
+        return bool(arguments.get("train", True)) and arguments.get("p", 0.5) != 0
     if "attention" in target._schema.name:
         return arguments.get("dropout_p", 0.0) != 0
     return True

@@ -37,7 +37,7 @@ def reinplace(functional: FunctionalGraph) -> dict[str, str]:
 
 
 def _legal_trace(placeholder: Node, value: Node, order: dict[Node, int]) -> Trace | None:
-    found = trace(value, placeholder) if isinstance(value, Node) and value is not placeholder else None
+    found = trace(value, placeholder) if value is not placeholder else None
     return found if found is not None and _is_legal(found, value, order) else None
 
 
@@ -112,7 +112,9 @@ def _apply(graph: Graph, found: Trace) -> None:
     for write in found.writes:
         node = write.node
         if write.kind == "twin":
-            node.target = in_place_twin(node)
+            twin = in_place_twin(node)
+            assert twin is not None
+            node.target = twin
             continue
         if write.kind == "call":
             continue  # _restore_calls does all bases of a call at once
@@ -193,7 +195,8 @@ def _replace_results(graph: Graph, old: Node, new: Node, bases: list[Node], resu
 def _copy_at_end(graph: Graph, copied: dict[Node, Node], mutated: set[Node]) -> None:
     """Copy the new values over the old ones, after everything else was computed."""
     output = graph.output_node()
-    results: list[Any] = list(output.args[0])
+    leaves: Any = output.args[0]
+    results: list[Any] = list(leaves)
     with graph.inserting_before(output):
         values = {p: _kept_apart(graph, value, mutated) for p, value in copied.items()}
         for place, leaf in enumerate(results):

@@ -22,6 +22,14 @@ class StepShape:
         """The shape key, such as ``decode-b2-t1-c256``."""
         return f"{self.phase}-b{self.batch}-t{self.tokens}-c{self.context}"
 
+    def notes(self, index_topk: int) -> tuple[str, ...]:
+        """What a person should know about an indexer that picks ``index_topk`` tokens in this context."""
+        if index_topk <= self.context:
+            return ()
+        return (
+            f"index_topk {index_topk} is larger than the context {self.context}: the indexer picks every visible token",
+        )
+
     @property
     def default_length(self) -> int:
         """Tokens in the caches before an example step: a prefill starts empty, a decode step fills the last places."""

@@ -29,13 +29,18 @@ def normalize_call(
     return args, dict(sorted(kwargs.items(), key=lambda item: position.get(item[0], len(order))))
 
 
+def positional_parameters(module: nn.Module) -> list[str]:
+    """The names of the parameters that may be given by position, in order."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
 def call_leaves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Leaf]:
     """The leaves of a call in the order of ``tree_flatten((args, kwargs))``, named by parameter and path.
 
     Keys of a flat cache dict (``cache.3.latent``) are names as they are.
     """
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = positional_parameters(module)
     leaves: list[Leaf] = []
     for path, value in pytree.tree_flatten_with_path((args, kwargs))[0]:
         which, first, *rest = (_key(entry) for entry in path)

@@ -31,8 +31,9 @@ class Loaded:
 class ModelSource:
     """A resolved SOURCE.
 
-    ``load(device)`` builds the model (on ``meta``: without weights). ``shape`` is None where the source itself gives the
-    example inputs. ``document`` is the configuration as used, overrides included.
+    ``load(device)`` builds the model (on ``meta``: without weights). ``shape`` is None where the source itself gives
+    the example inputs. ``document`` is the configuration as used, overrides included. ``weight_seed`` is the seed of
+    random weights.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ModelSource:
     hints: CaptureHints = field(default_factory=CaptureHints)
     document: dict[str, Any] = field(default_factory=lambda: {})
     random_weights: bool = False
+    weight_seed: int | None = None
     notes: tuple[str, ...] = ()
 
     @cached_property

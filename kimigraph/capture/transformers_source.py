@@ -51,7 +51,8 @@ def transformers_source(
         hints=hints,
         document={**document, "dtype": dtype_name(dtype)},
         random_weights=weight_seed is not None,
-        notes=_notes(text, shape),
+        weight_seed=weight_seed,
+        notes=shape.notes(text.index_topk),
     )
 
 
@@ -111,11 +112,3 @@ def _settle_valid_flags(inputs: tuple[StepInput, ...], tensors: dict[str, Tensor
             flags = tensors[item.name][..., -1]
             flags.zero_()
             flags[:, :length] = 1
-
-
-def _notes(text: Any, shape: StepShape) -> tuple[str, ...]:
-    if text.index_topk <= shape.context:
-        return ()
-    return (
-        f"index_topk {text.index_topk} is larger than the context {shape.context}: the indexer picks every visible token",
-    )

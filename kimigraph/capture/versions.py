@@ -1,8 +1,8 @@
 """How the new value of a mutated input came about: the writes that lead from the old value to the new one.
 
 In a functional graph each write makes a new *version* of a tensor. ``trace`` walks from the last version back to the
-placeholder through operators that have an in-place twin (``index_copy`` and ``index_copy_``), through writes into a part
-(``slice_scatter``), through views and through functionalized custom operators.
+placeholder through operators that have an in-place twin (``index_copy`` and ``index_copy_``), through writes into a
+part (``slice_scatter``), through views and through functionalized custom operators.
 """
 
 import operator
@@ -29,8 +29,8 @@ SCATTERS: dict[Any, Any] = {
 class Write:
     """One write: ``node`` is the functional node at whose place it happens.
 
-    ``kind`` is ``twin`` (becomes its in-place twin), ``call`` (a custom operator), ``copy`` (a scatter that becomes a copy
-    into the part) or ``joined`` (a scatter whose part was written in place already: nothing is left to do).
+    ``kind`` is ``twin`` (becomes its in-place twin), ``call`` (a custom operator), ``copy`` (a scatter that becomes a
+    copy into the part) or ``joined`` (a scatter whose part was written in place already: nothing is left to do).
     """
 
     kind: str

@@ -50,9 +50,8 @@ def load_weights(module: nn.Module, directory: Path) -> None:
             for name in sorted(set(file.keys()) & missing):
                 value = file.get_tensor(name)
                 if value.shape != wanted[name].shape:
-                    raise UsageError(
-                        f"{path}: {name} is {tuple(value.shape)}, the configuration asks for {tuple(wanted[name].shape)}"
-                    )
+                    shapes = f"{tuple(value.shape)}, the configuration asks for {tuple(wanted[name].shape)}"
+                    raise UsageError(f"{path}: {name} is {shapes}")
                 wanted[name].data.copy_(value)
                 missing.discard(name)
     if missing:

@@ -13,6 +13,8 @@ class Remark:
     ``kind`` is ``passed`` (a rewrite happened), ``missed`` (it came near and did not: ``message`` gives the reason and
     ``node`` the node at fault) or ``note``. ``source`` is the user's file and line where the node came from, if known.
     ``score`` counts the evidence that held before a miss, so that the nearest miss can be told from the far ones.
+    ``matched`` names that evidence, as ``node (operator)``, and ``remedy`` the change to the model or the option that
+    would make the rule match. ``module`` is the path of the module that the node came from.
     """
 
     kind: Literal["passed", "missed", "note"]
@@ -23,6 +25,9 @@ class Remark:
     nodes: tuple[str, ...] = ()
     via: Via = "pattern"
     score: int = 0
+    matched: tuple[str, ...] = ()
+    remedy: str = ""
+    module: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""

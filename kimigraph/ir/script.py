@@ -41,11 +41,17 @@ def main(
             print(spec.source, *map(repr, checksum(spec.source, value, options.seed)))
 
 
-def make_inputs(inputs: Sequence[InputSpec], constants: Mapping[str, torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """A tensor for every input, in order and in its strides: constants as they are, the others seeded by source."""
+def make_inputs(
+    inputs: Sequence[InputSpec], constants: Mapping[str, torch.Tensor], seed: int, weight_seed: int | None = None
+) -> list[torch.Tensor]:
+    """A tensor for every input, in order and in its strides: constants as they are, the others seeded by source.
+
+    ``weight_seed`` is the seed of the weights where it is not ``seed``.
+    """
     tensors: list[torch.Tensor] = []
     for spec in inputs:
-        values = constants[spec.source].clone() if spec.kind == "constant" else seeded_input(spec, seed)
+        own = weight_seed if spec.kind == "weight" and weight_seed is not None else seed
+        values = constants[spec.source].clone() if spec.kind == "constant" else seeded_input(spec, own)
         tensors.append(with_strides(values, spec.stride))
     return tensors
 

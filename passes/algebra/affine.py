@@ -90,14 +90,22 @@ def _form(node: Node, reader: Node) -> Affine:
     if name == "arange":
         return Affine(_arange(node))
     if name in ("add", "sub") and argument(node, "alpha", 1) == 1:
+        _require_small(node)
         left, right = affine(node.args[0], node), affine(node.args[1], node)
         return left.plus(right, 1 if name == "add" else -1)
     if name == "index":
         table, indices = node.args[0], argument(node, "indices")
         if isinstance(table, Node) and isinstance(indices, list | tuple) and len(indices) == 1:
             return _looked_up(affine(table, node), affine(indices[0], node), node)
-    elements = torch.arange(max(1, torch.Size(shape(node)).numel())).view(shape(node))
+    _require_small(node)
+    elements = torch.arange(torch.Size(shape(node)).numel()).view(shape(node))
     return Affine(torch.tensor(0).expand(shape(node)), (Symbol(node, 1, elements, reader),))
+
+
+def _require_small(node: Node) -> None:
+    """Refuse a tensor too large to be computed here, such as a whole mask spelled as a difference of positions."""
+    if torch.Size(shape(node)).numel() > INDEX_LIMIT:
+        raise Refused("it is too large to be followed", node)
 
 
 def _looked_up(table: Affine, index: Affine, node: Node) -> Affine:
@@ -107,10 +115,9 @@ def _looked_up(table: Affine, index: Affine, node: Node) -> Affine:
 
 
 def _arange(node: Node) -> Tensor:
-    bounds = [value for value in node.args if not isinstance(value, Node)]
-    if len(bounds) != len(node.args) or not all(isinstance(value, int) for value in bounds):
+    bounds = [value for value in node.args if isinstance(value, int)]
+    if len(bounds) != len(node.args):
         raise Refused("it counts to a computed bound", node)
-    values = torch.arange(*bounds) if len(bounds) < 3 else torch.arange(bounds[0], bounds[1], bounds[2])  # pyright: ignore
-    if values.numel() > INDEX_LIMIT:
-        raise Refused("it counts too far to be followed", node)
-    return values
+    _require_small(node)
+    start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: tuple(bounds)}[len(bounds)]
+    return torch.arange(start, end, step)

@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from kimigraph.passes.algebra.frames import Frame, Occurrence, Operand, operand
 from kimigraph.passes.algebra.layout import Layout, layout, peel
-from kimigraph.passes.algebra.nodes import argument, described, packet, rank, shape
+from kimigraph.passes.algebra.nodes import argument, described, dtype, packet, rank, shape
 from kimigraph.passes.algebra.refusal import Refused
 
 ATEN = torch.ops.aten
@@ -87,12 +87,16 @@ def _write_back(window: Node, state: Node, tokens: int) -> Node:
         raise Refused(f"the cached inputs are written {len(writes)} times", state)
     source = writes[0].args[1]
     assert isinstance(source, Node)
-    base, chain = peel(source, casts="none")
+    base, chain = peel(
+        source
+    )  # a window widened for the convolution is narrowed again by the copy, which loses nothing
     batch, channels, columns = shape(state)
     total = columns + tokens
     want = Layout.of(torch.empty(batch, channels, total, device="meta")[..., tokens:])
-    if base is not window or layout(base, chain) != want or argument(writes[0], "non_blocking"):
+    if base is not window or layout(base, chain) != want:
         raise Refused("the cached inputs are not replaced by the newest ones", writes[0])
+    if dtype(window) != dtype(state):
+        raise Refused(f"the window is {dtype(window)}, the cached inputs are {dtype(state)}", window)
     return writes[0]
 
 

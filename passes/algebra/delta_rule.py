@@ -60,7 +60,9 @@ def delta_step(value: Node, layout: str) -> Match:
     match, trace = find(NEW_STATE, value, frame)
     if match is None:
         miss = trace.deepest()
-        raise Refused(f"the new state: {miss.reason if miss else ''}", miss.node if miss else value, miss.depth if miss else 0)
+        if miss is None:
+            raise Refused("the new state is no sum of a decayed state and an update", value)
+        raise Refused(f"the new state: {miss.reason}", miss.node, miss.depth, miss.matched)
     return match
 
 
@@ -75,8 +77,8 @@ def read_out(graph: Graph, match: Match) -> tuple[Node, Match]:
                 return node, extended
             miss = trace.deepest()
             if miss is not None and (best is None or miss.depth > best.score):
-                best = Refused(f"the read-out: {miss.reason}", miss.node, miss.depth)
-    raise best or Refused("the new state is not read out", new, len(match.path))
+                best = Refused(f"the read-out: {miss.reason}", miss.node, miss.depth, miss.matched)
+    raise best or Refused("the new state is not read out", new, len(match.path), match.path)
 
 
 def _near(node: Node, new: Node, depth: int = 6) -> bool:
@@ -87,11 +89,12 @@ def _near(node: Node, new: Node, depth: int = 6) -> bool:
 
 
 def _read_out_frame(node: Node) -> Frame:
+    """[B, H, V], or what a matrix product leaves: [B, H, V, 1] or [B, H, 1, V]."""
     sizes = shape(node)
-    kept = [dim for dim in range(len(sizes)) if not (dim >= 2 and sizes[dim] == 1 and len(sizes) > 3)]
-    return Frame(
-        ("b", "h", "v"), lambda tensor: tensor.squeeze(-1 if 3 not in kept else -2) if len(sizes) > 3 else tensor
-    )
+    if len(sizes) < 4:
+        return Frame.of("bhv")
+    column = -1 if sizes[-1] == 1 else -2
+    return Frame(("b", "h", "v"), lambda tensor: tensor.squeeze(column))
 
 
 def require_delta_layouts(match: Match, layout: str, sizes: dict[str, int]) -> None:

@@ -94,9 +94,9 @@ def _line(known: Tensor, dim: int) -> Tensor | None:
 def _one_symbol(form: Affine, batch: int, node: Node) -> tuple[Node | None, Node]:
     if not form.symbols:
         return None, node
-    if len(form.symbols) > 1 or form.symbols[0].coefficient != 1:
+    symbol, *others = form.symbols
+    if others or symbol.coefficient != 1:
         raise Refused("the limit of the mask is not one length plus a constant", node)
-    symbol = form.symbols[0]
     count = torch.Size(shape(symbol.node)).numel()
     line = _line(symbol.elements, 0)
     if line is None or (count != 1 and (count != batch or not torch.equal(line, torch.arange(batch)))):

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from kimigraph.ir import purity
 from kimigraph.ir.program import CapturedProgram
-from kimigraph.ir.provenance import source_line
+from kimigraph.ir.provenance import module_path, source_line
 from kimigraph.ir.remarks import PassResult, Remark
 from kimigraph.passes.algebra.frames import Operand
 from kimigraph.passes.algebra.nodes import packet
@@ -38,7 +38,12 @@ class FusionPass(Pass):
                 if refusal.score >= NEAR:
                     remarks.append(refusal.remark(self.name, anchor))
                 continue
-            remarks.append(self._passed(anchor, self.rewrite(program, site)))
+            if not context.allow(f"{anchor.name} ({source_line(anchor) or 'no source line'})"):
+                continue
+            node, note = self.rewrite(program, site), self.note(site)
+            remarks.append(self._passed(anchor, node))
+            if note:
+                remarks.append(Remark("note", self.name, note, node.name, source_line(node)))
         fused = sum(remark.kind == "passed" for remark in remarks)
         erased = purity.dead_code(graph) if fused else 0
         if fused:
@@ -58,6 +63,11 @@ class FusionPass(Pass):
         """Replace a checked site; returns the new operator's node, whose ``meta["replaces"]`` names the old anchors."""
         raise NotImplementedError
 
+    def note(self, site: Any) -> str:
+        """What a rewrite takes for granted at that site, for people; empty if nothing."""
+        del site
+        return ""
+
     def _passed(self, anchor: Node, node: Node) -> Remark:
         replaced = tuple(node.meta.get("replaces", ()))
         return Remark(
@@ -68,6 +78,7 @@ class FusionPass(Pass):
             source=source_line(node) or source_line(anchor),
             nodes=(*replaced, node.name),
             score=len(replaced),
+            module=module_path(node) or module_path(anchor),
         )
 
 

@@ -64,7 +64,7 @@ def _listed(scatter_add: Node, want: tuple[int, int, int]) -> Node:
     }
     if bounds != {("ge", 0), ("lt", keys)}:
         raise Refused("entries of the list are counted by another rule than their range", valid)
-    if shape(listed)[:2] != want[:2] or rank(listed) != 3 or dtype(listed) is not torch.int32:
+    if shape(listed)[:2] != want[:2] or rank(listed) != 3 or dtype(listed) not in (torch.int32, torch.int64):
         raise Refused(f"the list is {dtype(listed)} {list(shape(listed))}, wanted int32 [B, S, K]", listed)
     return listed
 

@@ -61,11 +61,16 @@ class Match:
 
 @dataclass(frozen=True)
 class Miss:
-    """One failure of an attempt: how many nodes had matched, the node, and what was expected of it."""
+    """One failure of an attempt: the nodes that had matched, the node, and what was expected of it."""
 
-    depth: int
+    matched: tuple[Node, ...]
     node: Node
     expected: str
+
+    @property
+    def depth(self) -> int:
+        """How many nodes had matched."""
+        return len(self.matched)
 
     @property
     def reason(self) -> str:
@@ -82,7 +87,7 @@ class Trace:
     def miss(self, match: Match, value: Any, expected: str) -> None:
         """Note a failure."""
         if isinstance(value, Node):
-            self.misses.append(Miss(len(match.path), value, expected))
+            self.misses.append(Miss(match.path, value, expected))
 
     def deepest(self, among: Callable[[Miss], bool] = lambda miss: True) -> Miss | None:
         """The first of the deepest failures for which ``among`` holds."""

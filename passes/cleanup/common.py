@@ -1,5 +1,6 @@
 """Common subexpressions: a pure node whose like stands earlier becomes that one."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -7,9 +8,10 @@ from torch.fx import Graph, Node
 from kimigraph.ir.purity import is_pure, storage_root
 from kimigraph.passes.cleanup.storage import StorageFacts
 from kimigraph.passes.fingerprint import argument_key
+from kimigraph.passes.gate import allow_all
 
 
-def merge_common(graph: Graph) -> int:
+def merge_common(graph: Graph, allow: Callable[[str], bool] = allow_all) -> int:
     """Merge equal pure nodes in place; returns how many went.
 
     Two nodes are equal when operator and arguments are, literals by type and bits. They stay apart when a storage that
@@ -29,6 +31,8 @@ def merge_common(graph: Graph) -> int:
             continue
         if not _may_share(first, node, facts):
             seen[key] = node
+            continue
+        if not allow(f"merge {node.name} into {first.name}"):
             continue
         facts.replace(node, first)
         node.replace_all_uses_with(first)

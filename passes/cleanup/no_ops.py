@@ -1,5 +1,6 @@
 """Views, casts and copies that hand on what they get."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch.fx import Graph, Node
 
 from kimigraph.ir.purity import is_pure
 from kimigraph.passes.cleanup.storage import StorageFacts
+from kimigraph.passes.gate import allow_all
 
 _ATEN = torch.ops.aten
 _PADS: frozenset[Any] = frozenset((_ATEN.pad.default, _ATEN.constant_pad_nd.default))
@@ -38,7 +40,7 @@ _COPYING: frozenset[Any] = frozenset((_ATEN._to_copy.default, _ATEN.clone.defaul
 """Operators that return the same values in new memory when shape, strides, dtype and device stay."""
 
 
-def drop_no_ops(graph: Graph) -> int:
+def drop_no_ops(graph: Graph, allow: Callable[[str], bool] = allow_all) -> int:
     """Take out views and copies that change nothing; returns how many went.
 
     A node that is itself an output stays, so that outputs stay distinct objects. A copy stays when its storage or its
@@ -51,6 +53,8 @@ def drop_no_ops(graph: Graph) -> int:
         if source is None or node in facts.outputs:
             continue
         if node.target in _COPYING and _copy_matters(node, source, facts):
+            continue
+        if not allow(f"drop {node.name}, which hands on {source.name}"):
             continue
         node.replace_all_uses_with(source)
         graph.erase_node(node)

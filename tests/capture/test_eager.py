@@ -30,5 +30,5 @@ def test_steps_of_another_process(tmp_path: Path) -> None:
 
 
 def test_its_complaint_is_passed_on(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="failed in its own process: .* has no config.json"):
+    with pytest.raises(CaptureError, match=r"failed in its own process: .* has no config\.json"):
         eager_steps(str(tmp_path), CONFIG)

@@ -22,25 +22,17 @@ print(json.dumps([load_source(source, CompileConfig(context=16)).key for source 
 """
 
 
-def keys_elsewhere(sources: list[str], seed: str, home: Path) -> list[dict[str, object]]:
-    environment = {**os.environ, "PYTHONHASHSEED": seed, "HOME": str(home), "PORT": seed}
-    ran = subprocess.run(
-        [sys.executable, "-c", PRINT_KEYS, *sources], capture_output=True, text=True, env=environment, check=True
-    )
-    return json.loads(ran.stdout.splitlines()[-1])
-
-
 def test_equal_in_other_processes_places_and_orders(tmp_path: Path) -> None:
     kimi, deepseek = write_model(tmp_path / "a", KIMI), write_model(tmp_path / "b", DEEPSEEK)
-    copied = tmp_path / "elsewhere" / "a"
-    shutil.copytree(kimi, copied)
-    os.utime(copied / "config.json", (1, 1))
-    here = load_source(kimi, CONFIG).key
-    first = keys_elsewhere([kimi, deepseek], "1", tmp_path)
-    second = keys_elsewhere([deepseek, str(copied)], "2", tmp_path / "elsewhere")
-    assert first[0] == here == second[1]
-    assert first[1] == second[0]
-    assert str(tmp_path) not in json.dumps(first)
+    here = [load_source(source, CONFIG).key for source in (deepseek, kimi)]
+    moved = tmp_path / "elsewhere" / "a"
+    shutil.copytree(kimi, moved)
+    os.utime(moved / "config.json", (1, 1))
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "HOME": str(tmp_path), "MASTER_PORT": "4242"}
+    command = [sys.executable, "-c", PRINT_KEYS, str(moved), deepseek]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(ran.stdout.splitlines()[-1]) == here[::-1]
+    assert str(tmp_path) not in ran.stdout
 
 
 @pytest.mark.parametrize("change", ["field", "seed", "dtype"])
@@ -58,7 +50,7 @@ def test_different_models_differ(tmp_path: Path, change: str) -> None:
 
 
 def test_source_text_of_the_model_and_its_helpers_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An edit of the module's file, of a helper it uses, or of a constant there is another key; building first is not."""
+    """An edit of a helper that the module's file uses is another key; an equal text is the same key again."""
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "edited"
     package.mkdir()

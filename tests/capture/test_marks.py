@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import GLM, KIMI, write_model
-
 from torch.utils import _pytree as pytree
 
 from kimigraph.capture import capture, load_source

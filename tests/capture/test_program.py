@@ -63,7 +63,7 @@ def test_random_numbers_are_refused() -> None:
 
 def test_dropout_is_refused_in_training_and_nothing_in_eval() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    with pytest.raises(CaptureError, match="dropout.* in 1, "):
+    with pytest.raises(CaptureError, match=r"dropout.* in 1, "):
         capture_module(module.train(), (X,), {}, CONFIG)
     program = capture_module(module.eval(), (X,), {}, CONFIG)
     torch.testing.assert_close(program.graph_module(*tensors_of(program, (X,), {}))[0], module(X))
@@ -72,7 +72,7 @@ def test_dropout_is_refused_in_training_and_nothing_in_eval() -> None:
 @pytest.mark.parametrize("in_list", [False, True])
 def test_state_that_nothing_registers_is_refused_and_unharmed(in_list: bool) -> None:
     module = toys.HiddenState(in_list)
-    with pytest.raises(CaptureError, match="neither an argument nor a registered buffer.*register_buffer"):
+    with pytest.raises(CaptureError, match=r"neither an argument nor a registered buffer.*register_buffer"):
         capture_module(module, (X,), {}, CONFIG)
     kept = module.kept[0] if isinstance(module.kept, list) else module.kept
     assert kept.tolist() == [0, 0]
@@ -80,7 +80,7 @@ def test_state_that_nothing_registers_is_refused_and_unharmed(in_list: bool) -> 
 
 def test_an_error_of_the_model_is_told_in_one_paragraph() -> None:
     with pytest.raises(
-        CaptureError, match="Linear cannot be captured: RuntimeError.*reduction dim|mat1 and mat2"
+        CaptureError, match=r"Linear cannot be captured: RuntimeError.*reduction dim|mat1 and mat2"
     ) as caught:
         capture_module(nn.Linear(3, 3), (torch.ones(2, 5),), {}, CONFIG)
     assert "\n" not in str(caught.value)

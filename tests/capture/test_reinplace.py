@@ -1,4 +1,4 @@
-"""Mutations come back in place where that is right, and as a copy where it is not; the numbers are eager's either way."""
+"""Mutations come back in place where that is right, as a copy where it is not; the numbers are eager's either way."""
 
 import copy
 from typing import Any

@@ -97,7 +97,7 @@ def test_overrides_reach_the_text_part_and_refit_layer_lists(tmp_path: Path) -> 
     assert "state.2.kda" in names and text["index_topk"] == 4
 
 
-@pytest.mark.parametrize("document", [KIMI, DEEPSEEK], ids=lambda document: document["model_type"])
+@pytest.mark.parametrize("document", [KIMI, DEEPSEEK, GLM], ids=lambda document: document["model_type"])
 def test_weights_from_files(tmp_path: Path, document: dict[str, Any]) -> None:
     """A checkpoint is used as it is; a missing or misshapen tensor is named."""
     seeded = load_source(write_model(tmp_path / "seeded", document, seed=7), CONFIG)
@@ -111,7 +111,9 @@ def test_weights_from_files(tmp_path: Path, document: dict[str, Any]) -> None:
     torch.testing.assert_close(loaded(*args), module(*seeded.build()[1]), rtol=0, atol=0)
     del state["lm_head.weight"]
     save_file(state, directory / "model.safetensors", {"format": "pt"})
-    assert re.search(r"lacks 1 weights, first lm_head\.weight.*--random-weights", refused(str(directory)))
+    assert re.search(r"lacks 1 weights.*, first lm_head\.weight.*--random-weights", refused(str(directory)))
+    save_file({**state, "lm_head.weight": torch.zeros(3, 3)}, directory / "model.safetensors", {"format": "pt"})
+    assert re.search(r"lm_head\.weight is \(3, 3\), the configuration asks for \(96, 32\)", refused(str(directory)))
 
 
 def test_function_gives_module_and_inputs() -> None:

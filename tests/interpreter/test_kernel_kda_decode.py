@@ -18,7 +18,7 @@ def operands_of(
     seed,
     batch=2,
     tokens=1,
-    heads=3,
+    heads=2,
     key_dim=8,
     value_dim=12,
     width=4,
@@ -108,7 +108,7 @@ def test_dtypes_layouts_and_gates(kernel, device, dtype, layout, lower_bound):
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(1, 1), (16, 16), (24, 40), (128, 128)])
 def test_head_sizes(kernel, device, layout, key_dim, value_dim):
     """Equal sides too, where exchanged layouts would fit."""
-    operands = operands_of(2, batch=1, heads=2, key_dim=key_dim, value_dim=value_dim, layout=layout)
+    operands = operands_of(2, batch=1, key_dim=key_dim, value_dim=value_dim, layout=layout)
     attributes = attributes_of(layout)
     agree(run(kernel, device, operands, attributes), operands, attributes)
 
@@ -118,7 +118,7 @@ def test_head_sizes(kernel, device, layout, key_dim, value_dim):
 @pytest.mark.parametrize("spare", [0, 3])
 def test_convolution_widths_and_tokens(kernel, device, tokens, width, spare):
     """Steps shorter and longer than the window; states with more columns than the window needs, or none at all."""
-    operands = operands_of(3, batch=1, heads=2, tokens=tokens, width=width, columns=width - 1 + spare)
+    operands = operands_of(3, batch=1, tokens=tokens, width=width, columns=width - 1 + spare)
     attributes = attributes_of()
     agree(run(kernel, device, operands, attributes), operands, attributes)
 
@@ -134,8 +134,8 @@ def test_shapes_that_models_write(kernel, device, dtype):
     """A weight with a middle axis, gates with heads apart or flat, a rate with leading ones."""
     operands = operands_of(5, tokens=2, dtype=dtype)
     operands["conv_weight"] = operands["conv_weight"].unsqueeze(1)
-    operands["gate"] = operands["gate"].unflatten(-1, (3, 8))
-    operands["a_log"] = operands["a_log"].reshape(1, 1, 3, 1)
+    operands["gate"] = operands["gate"].unflatten(-1, (2, 8))
+    operands["a_log"] = operands["a_log"].reshape(1, 1, 2, 1)
     operands["out_gate"] = operands["out_gate"].flatten(2)
     agree(run(kernel, device, operands, attributes_of()), operands, attributes_of())
 
@@ -173,7 +173,7 @@ def test_spare_columns_change_nothing(kernel, device):
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_tokens_at_once_equal_tokens_in_turn(kernel, device, lower_bound):
-    operands, attributes = operands_of(10, batch=1, heads=2, tokens=3), attributes_of(lower_bound=lower_bound)
+    operands, attributes = operands_of(10, batch=1, tokens=3), attributes_of(lower_bound=lower_bound)
     out, state, conv_state = run(kernel, device, operands, attributes)
     outs, now = [], operands
     for token in range(3):
@@ -223,11 +223,11 @@ def test_extreme_gates_stay_finite(kernel, device):
 
 def test_many_steps(kernel, device):
     """Ten steps of one kernel; states go from call to call in place, as in decoding."""
-    operands, attributes = operands_of(14, batch=1, heads=2), attributes_of()
+    operands, attributes = operands_of(14, batch=1), attributes_of()
     now, expected = {name: on(device, tensor) for name, tensor in clone(operands).items()}, clone(operands)
     module = kernel("kda_decode", now, attributes)
     for step in range(10):
-        fresh = operands_of(100 + step, batch=1, heads=2)
+        fresh = operands_of(100 + step, batch=1)
         for name in ("qkv", "gate", "beta", "out_gate"):
             now[name], expected[name] = on(device, fresh[name]), fresh[name]
         out = module.launch(*(now[name] for name in OPERANDS))

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-
 LATENT, KEYS = torch.ops.kimigraph.latent_write, torch.ops.kimigraph.index_key_write
 
 

@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-
 PREFILL, DECODE, CONV = (getattr(torch.ops.kimigraph, n) for n in ("kda_prefill", "kda_decode", "short_conv"))
 
 

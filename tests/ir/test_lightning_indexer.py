@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-
 INDEXER = torch.ops.kimigraph.lightning_indexer
 NAN, INF = math.nan, math.inf
 

@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-
 ATTENTION = torch.ops.kimigraph.sparse_attention
 
 

@@ -98,7 +98,9 @@ class Step:
 
     def fused(self) -> dict[str, int]:
         """Calls of each semantic operator in the graph."""
-        return {name: self.count(operator.overload) for name, operator in OPERATORS.items() if self.count(operator.overload)}
+        return {
+            name: self.count(operator.overload) for name, operator in OPERATORS.items() if self.count(operator.overload)
+        }
 
     def operator(self, name: str, index: int = 0) -> Node:
         """A call of a semantic operator."""
@@ -115,7 +117,7 @@ class Step:
         return remarks
 
     def error(self, steps: int = 8) -> float:
-        """The largest difference to the eager model over some steps, outputs and caches, relative to the largest value."""
+        """The largest difference to the eager model over some steps, caches included, by the largest value."""
         module, args, _ = self.source.build(self.start)
         ids, rest, caches = args[0], list(args[1:-1]), args[-1]
         own = {name: tensor.clone() for name, tensor in caches.items()}
@@ -166,7 +168,13 @@ def captured(model: str, attention: str, marks: bool, fields: str, options: str)
 
 
 def make_step(
-    model: str, attention: str = "sdpa", *, marks: bool = True, start: int = 20, options: dict[str, Any] | None = None, **fields: Any
+    model: str,
+    attention: str = "sdpa",
+    *,
+    marks: bool = True,
+    start: int = 20,
+    options: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> Step:
     """A fresh copy of a captured step."""
     source, program = captured(model, attention, marks, json.dumps(fields, sort_keys=True), json.dumps(options or {}))

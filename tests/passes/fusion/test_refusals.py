@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.fx import Node
 
+from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.fake import infer
 from kimigraph.ir.purity import dead_code
 from kimigraph.ir.remarks import Remark
 from kimigraph.passes.base import PassContext
-from kimigraph.ir.config import CompileConfig
 from kimigraph.passes.canonicalize import Canonicalize
 from kimigraph.passes.fuse_lightning_indexer import FuseLightningIndexer
 from kimigraph.passes.fuse_sparse_attention import FuseSparseAttention
@@ -256,7 +256,9 @@ def values_of_another_weight(step: Any) -> Node:
 def shared_rows(step: Any) -> Node:
     """Values that are the rows of the keys."""
     product = next(n for n in nodes(step, ATEN.matmul.default) if softmax_of(step) in _ancestors(n))
-    other = next(n for n in step.graph.nodes if n.target is product.args[1].target and n.args[0] is product.args[1].args[0])
+    other = next(
+        n for n in step.graph.nodes if n.target is product.args[1].target and n.args[0] is product.args[1].args[0]
+    )
     product.args = (product.args[0], other)
     return other
 
@@ -318,8 +320,12 @@ def state_write(step: Any) -> Node:
 
 
 def queries_and_keys_swapped(step: Any) -> None:
-    parts = [n for n in step.graph.nodes if str(n.target).startswith("<built-in function getitem") and n.args[0].target in (
-        ATEN.split.Tensor, ATEN.split_with_sizes.default, ATEN.chunk.default)]
+    parts = [
+        n
+        for n in step.graph.nodes
+        if str(n.target).startswith("<built-in function getitem")
+        and n.args[0].target in (ATEN.split.Tensor, ATEN.split_with_sizes.default, ATEN.chunk.default)
+    ]
     silu = next(n for n in nodes(step, ATEN.silu.default) if n.args[0].meta["val"].shape[1] == 192)
     parts = [n for n in parts if silu in _ancestors(n, 4)]
     first, second = parts[:2]
@@ -411,7 +417,9 @@ def larger_scale(step: Any) -> None:
 
 
 def weights_swapped(step: Any) -> None:
-    first, second = [n for n in nodes(step, ATEN.slice.Tensor) if n.args[0].meta["val"].dim() == 3 and n.args[1] == 1][-2:]
+    first, second = [n for n in nodes(step, ATEN.slice.Tensor) if n.args[0].meta["val"].dim() == 3 and n.args[1] == 1][
+        -2:
+    ]
     first.args, second.args = second.args, first.args
 
 

@@ -1,0 +1,204 @@
+"""A program against the one it came from, on seeded data: ``--check-numerics``, and the test that bisecting repeats."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from kimigraph.ir.accuracy import TOLERANCE_FP32, Deviation, deviation
+from kimigraph.ir.data_sets import STEPS, DataSet, data_sets, make_data, run_steps
+from kimigraph.ir.errors import NumericsError
+from kimigraph.ir.program import CapturedProgram
+from kimigraph.ir.remarks import PassResult
+from kimigraph.passes import Instrument, Pass, Pipeline
+from kimigraph.selections import SelectionInterpreter, Selections, check_selections
+
+LOW_PRECISION_FLOOR = 1e-2
+"""Tolerance in 16 bits where the rounding error of the program itself is smaller."""
+ROUNDING_FACTOR = 1.5
+"""How much worse than the program's own rounding error a 16-bit program may be after a pass."""
+_LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a program is from its reference. ``fault`` says in words why it does not pass, empty when it does."""
+
+    worst: Deviation
+    data: DataSet | None
+    fault: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything is within tolerance."""
+        return not self.fault
+
+
+class PassNumericsError(NumericsError):
+    """A pass changed the result; ``table`` has a row for each pass up to it."""
+
+    def __init__(self, message: str, table: list[dict[str, Any]]) -> None:
+        super().__init__(message)
+        self.table = table
+
+
+class Reference:
+    """A program's results on every data set, to hold others against. The program is copied; its weights are not used."""
+
+    def __init__(self, program: CapturedProgram, sets: Sequence[DataSet]) -> None:
+        self._program = program.copy()
+        constants = {s.source: program.tensors[s.name] for s in program.inputs if s.kind == "constant"}
+        self._cases = [_Case(self._program, data, make_data(data, program.inputs, constants)) for data in sets]
+
+    def compare(self, program: CapturedProgram) -> Comparison:
+        """Run ``program`` on all data sets; the comparison of the one that is furthest out of tolerance."""
+        found = [case.compare(program) for case in self._cases]
+        return max(found, key=lambda item: (bool(item.fault), item.worst.excess))
+
+
+class _Recorder(SelectionInterpreter):
+    """Runs a program at any stage and records its picks: of top-k nodes and of the operators that took their place."""
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function" and "selects" in n.meta:
+            self.selections.picked[str(n.meta["selects"])] = result
+        return result
+
+
+class _WideRecorder(_Recorder):
+    """Runs a 16-bit graph in fp32: inputs as given, casts to 16 bits as casts to fp32."""
+
+    def run_node(self, n: Node) -> Any:
+        if n.target is torch.ops.aten._assert_tensor_metadata.default:
+            return None
+        return super().run_node(n)
+
+    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
+        """The arguments of a node, with 16-bit types among them widened."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return pytree.tree_map(_widened, (args, kwargs))
+
+
+def _widened(value: Any) -> Any:
+    return torch.float32 if isinstance(value, torch.dtype) and value in _LOW else value
+
+
+@dataclass
+class _Run:
+    values: dict[str, torch.Tensor]
+    selections: list[Selections]
+    """One for each step."""
+
+
+@dataclass
+class _Case:
+    """One data set of a reference."""
+
+    program: CapturedProgram
+    data: DataSet
+    tensors: list[torch.Tensor]
+    run: _Run = field(init=False)
+    tolerances: dict[str, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.run = self._execute(self.program)
+        low = any(t.dtype in _LOW for t in self.tensors)
+        self.tolerances = self._rounding_errors() if low else {}
+        self.tolerance = LOW_PRECISION_FLOOR if low else TOLERANCE_FP32
+
+    def compare(self, program: CapturedProgram) -> Comparison:
+        got = self._execute(program)
+        want, fault = self.run, ""
+        try:
+            if self._exchanged(got):
+                want = self._execute(self.program, [selections.picked for selections in got.selections])
+        except NumericsError as error:
+            fault = str(error)
+        worst = deviation(got.values, want.values, self.tolerance, self.tolerances)
+        if not fault and not worst.passed:
+            fault = str(worst)
+        return Comparison(worst, self.data, f"{fault} (data set '{self.data.name}')" if fault else "")
+
+    def _exchanged(self, got: _Run) -> bool:
+        """Whether picks differ, all of them near-ties; NumericsError for one that is none."""
+        pairs = zip(self.run.selections, got.selections, strict=True)
+        return sum(check_selections(want, found.picked, self.tolerance) for want, found in pairs) > 0
+
+    def _execute(
+        self, program: CapturedProgram, picks: Sequence[dict[str, torch.Tensor]] = (), wide: bool = False
+    ) -> _Run:
+        selections: list[Selections] = []
+
+        def step(*tensors: torch.Tensor) -> Any:
+            inject = picks[len(selections)] if picks else None
+            interpreter = (_WideRecorder if wide else _Recorder)(program, inject)
+            with torch.no_grad():
+                results = interpreter.run(*tensors)
+            selections.append(interpreter.selections)
+            return results
+
+        inputs, tensors = program.inputs, self.tensors
+        if wide:
+            inputs = tuple(replace(s, dtype="float32") if getattr(torch, s.dtype) in _LOW else s for s in inputs)
+            tensors = [t.float() if t.dtype in _LOW else t for t in tensors]
+        values = run_steps(step, self.data, inputs, tensors, [spec.source for spec in program.outputs], STEPS)
+        return _Run(values, selections)
+
+    def _rounding_errors(self) -> dict[str, float]:
+        """Tolerance by tensor: what the program in 16 bits is away from itself in fp32, with the same picks."""
+        wide = self._execute(self.program, [selections.picked for selections in self.run.selections], wide=True)
+        narrow = self.run.values
+        errors = {name: deviation({name: narrow[name].float()}, {name: value.float()}) for name, value in wide.values.items()}
+        return {name: max(ROUNDING_FACTOR * error.relative, LOW_PRECISION_FLOOR) for name, error in errors.items()}
+
+
+@dataclass
+class CheckNumerics(Instrument):
+    """Compares the program with the captured one after every pass that changed it; ``table`` has a row for each pass.
+
+    Raises PassNumericsError naming the first pass whose program is out of tolerance.
+    """
+
+    seed: int = 0
+    table: list[dict[str, Any]] = field(default_factory=lambda: [])
+    _reference: Reference | None = field(default=None, init=False, repr=False)
+    _last: Comparison = field(default=Comparison(Deviation(), None), init=False, repr=False)
+
+    def before_pipeline(self, program: CapturedProgram, pipeline: Pipeline) -> None:
+        """Run the captured program."""
+        self._reference = Reference(program, data_sets(self.seed))
+        self._last = self._reference.compare(program)
+        self._add(0, "capture", False)
+
+    def after_pass(self, index: int, item: Pass, program: CapturedProgram, result: PassResult, seconds: float) -> None:
+        """Compare, if the pass changed anything."""
+        assert self._reference is not None
+        if result.modified:
+            self._last = self._reference.compare(program)
+        self._add(index, item.name, result.modified)
+        if not self._last.passed:
+            raise PassNumericsError(
+                f"pass {index} '{item.name}' changed the result: {self._last.fault}. `kimigraph bisect` finds the "
+                f"rewrite, --disable-pass {item.name} compiles without it.",
+                self.table,
+            )
+
+    def _add(self, index: int, name: str, modified: bool) -> None:
+        worst, data = self._last.worst, self._last.data
+        self.table.append(
+            {
+                "index": index,
+                "pass": name,
+                "modified": modified,
+                "max_abs_err": worst.absolute,
+                "max_rel_err": worst.relative,
+                "tolerance": worst.tolerance,
+                "tensor": worst.tensor,
+                "data": data.name if data else "",
+                "passed": self._last.passed,
+            }
+        )

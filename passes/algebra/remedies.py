@@ -1,0 +1,133 @@
+"""What would make a refused rule match: from the words of a refusal to the change to the model or the option.
+
+The first row whose pattern is found in a reason answers; its groups may be used in the remedy as ``{0}``, ``{1}``. A
+test holds that every reason that a rule can give is found here.
+"""
+
+import re
+
+_WORD = r"([\w.]+)"
+
+REMEDIES: tuple[tuple[str, str], ...] = (
+    # Values that would vanish
+    (
+        rf"the intermediate {_WORD} is used elsewhere, by {_WORD}",
+        "compute what {1} needs without {0}, or drop that use: a fused operator leaves no intermediate values behind",
+    ),
+    (r"the values of the top-k are used", "use the indices alone; gather the scores again where their values matter"),
+    (r"the order of the top-k", "treat the picks as a set (a scatter into a mask, a sum over them), not as a ranking"),
+    (
+        r"the picks are used without the indexer's mask|what is read through a hidden pick is used",
+        "mask the picked keys once more with the mask that the scores had before the top-k",
+    ),
+    (r"the picked keys are used by", "use the picked keys in the mask of an attention only"),
+    (r"the weights are used \d+ times", "return or reuse the attention's output instead of its weights"),
+    (r"the weights go into", "multiply the softmax with the values directly (no dropout, no rescaling in between)"),
+    (rf"{_WORD} is used elsewhere, by {_WORD}", "read {0} in this step only; let {1} read it in the next one"),
+    # Order of reads and writes
+    (
+        r"is written between its use and",
+        "move the write before the first read in the step (update caches first, then attend), or after the last one",
+    ),
+    (
+        r"the cached inputs are (written|not replaced)",
+        "write the convolution's state once: the newest columns",
+    ),
+    # Types
+    (
+        r"weight and latent differ in type",
+        "give the expanding weight the type of the latent cache: --dtype for the whole model, or cast the weight once",
+    ),
+    (r"is (\S+), wanted |the cache is |the window is|the result is used as", "use one of the types named, for example with --dtype"),
+    # The Lightning Indexer's score
+    (r"expected relu", "put relu between the products of query and keys and the weighting of the heads"),
+    (
+        r"a positive factor instead of",
+        "scale by a positive constant: a negative or zero one changes what the top-k picks",
+    ),
+    (r"the top-k takes the smallest", "negate nothing and take the largest scores"),
+    (r"the top-k does not run over the keys", "take the top-k over the last dim, the keys"),
+    (
+        r"its scores are (not \[B, S, T\]|no weighted sum)",
+        "write the scores as [B, S, T], a weighted sum over heads of relu(q k)",
+    ),
+    (r"k is computed", "give the number of picks as a constant (index_topk of the configuration)"),
+    (
+        r"expected ",
+        "write this step as the rule's pattern has it (docs/fusions.md), or replace it by what was expected",
+    ),
+    # Masks, lengths and positions
+    (
+        r"dense latent attention has no operator yet",
+        "nothing to change in the model: attention over all keys stays ATen in this version",
+    ),
+    (
+        r"the selection is not that of an indexer",
+        "let fuse-lightning-indexer match first: kimigraph explain says why not",
+    ),
+    (r"more than one selection", "let one indexer choose the keys of an attention"),
+    (r"the mask differs from head to head", "use one mask [B, 1, S, T] for all heads"),
+    (
+        r"(the attention has a mask|a mask besides its list|the mask is not of this attention)",
+        "hide those keys in the indexer's scores as well, before its top-k, or in neither place",
+    ),
+    (r"another length than the indexer's", "give indexer and attention the same causal limit"),
+    (r"the indexer hides keys that the attention shows", "hide in the attention what the indexer's mask hides"),
+    (r"the list is|entries of the list", "give the picks as int32 [B, S, K] with -1 for none, each key at most once"),
+    (
+        r"(no comparison of positions|positions behind the mask|no(t a)? key position|does not count|"
+        r"the limit of the mask|one length|no single length|no integer expression|"
+        r"reads a table|computed bound|too far|views cannot)",
+        "write the causal mask as a comparison of arange(keys) with the position, one length a sequence",
+    ),
+    # Attention and the latent cache
+    (r"grouped heads, built-in causality or dropout", "give the mask as attn_mask, repeat the heads, no dropout"),
+    (
+        r"the softmax is not over|a view lies between scores and softmax|no factor of the scores|"
+        r"queries, keys and values",
+        "write attention as softmax(scale * q k^T + mask) v over [B, H, S, T], or as scaled_dot_product_attention",
+    ),
+    (r"the scale is not positive", "scale the scores by a positive constant"),
+    (
+        r"no bias-free linear of a latent|no part of the keys comes from the linear|share rows of the weight|"
+        r"more than a latent and a shared part",
+        "make keys and values by one bias-free linear of the cached latent (kv_b_proj), plus one shared rope part",
+    ),
+    (r"latent and rope cache are described differently", "keep both caches in the same layout and type"),
+    (
+        r"(is not \[|have layout|has .*, wanted|do not make up|a slice is written|"
+        r"partly overwritten|a copy broadcasts)",
+        "bring the tensor into the layout named, without arithmetic on the way",
+    ),
+    # Kimi Delta Attention
+    (
+        r"the new state",
+        "write the update as decay * state + key (value - key^T decay * state) beta, in the state's place",
+    ),
+    (
+        r"the (read-out|decayed tensor|state is not)",
+        "keep the state [B, H, K, V] or [B, H, V, K] and read the new one out",
+    ),
+    (r"q, k and v (do not )?come from|SiLU is of", "cut q, k and v out of one short convolution followed by SiLU"),
+    (r"new tokens in one step", "compile with --tokens 1: several new tokens a step stay ATen in this version"),
+    (
+        r"the convolution is not|the cached inputs are no input|its newest column",
+        "use a depthwise convolution without bias over the cached columns and the new one, and keep its last column",
+    ),
+    (r"no static shape", "compile with fixed --batch, --tokens and --context, and no sizes that depend on data"),
+    # Compaction
+    (
+        r"compact|^it |how many it picks|its (reshape|length)|another of its|"
+        r"a list of all picks|a refused pick|dropped entry|does not refuse",
+        "keep the refused entries and mask them, instead of removing them from the tensor",
+    ),
+)
+
+
+def remedy_for(reason: str) -> str:
+    """The change that would make the rule match, or an empty text."""
+    for pattern, remedy in REMEDIES:
+        found = re.search(pattern, reason)
+        if found is not None:
+            return remedy.format(*(group or "" for group in found.groups()))
+    return ""
