@@ -79,7 +79,12 @@ def compile_job(job: dict, module: ModuleType, directory: Path) -> list[str]:
         raise ValueError(f"no type and no constant for argument {missing[0]}")
     constants = {(names.index(name),): tuples(value) for name, value in job["constants"].items()}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in job["divisible"]}
-    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    source_type = ASTSource
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_type = GluonASTSource
+    source = source_type(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", job["arch"], 32), options=job["options"])
     cubin, record = Path(f"{job['stem']}.cubin"), Path(f"{job['stem']}.json")
     (directory / cubin).write_bytes(compiled.asm["cubin"])

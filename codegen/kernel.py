@@ -18,12 +18,14 @@ class KernelRequest:
     """One call of a semantic operator that wants a kernel.
 
     ``tensors`` maps the schema's tensor arguments to their specifications (None where the call gives none), in schema
-    order; ``attributes`` holds the other arguments, defaults filled in.
+    order; ``attributes`` holds the other arguments, defaults filled in. ``target`` may allow a form of the kernel that
+    runs there alone.
     """
 
     op: str
     tensors: dict[str, TensorSpec | None]
     attributes: dict[str, Any]
+    target: str = "cpu"
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def build_kernels(graph: Graph, target: str) -> KernelSet:
     numbers: dict[str, int] = {}
     for node in nodes:
         op = semantic_operator(node) or ""
-        module = _build(node, op)
+        module = _build(node, op, target)
         if (op, module.text) not in files:
             number = numbers.setdefault(op, 0)
             numbers[op] += 1
@@ -113,7 +113,7 @@ def build_kernels(graph: Graph, target: str) -> KernelSet:
     return KernelSet(target, nodes, list(files.values()), file_of)
 
 
-def _build(node: Node, op: str) -> KernelModule:
+def _build(node: Node, op: str, target: str) -> KernelModule:
     # Imported here: a cpu:reference build needs no kernel templates.
     from kimigraph.codegen.specialize import BUILDERS
 
@@ -124,7 +124,7 @@ def _build(node: Node, op: str) -> KernelModule:
             f"node {node.name}: {op} has no kernel yet: compile {phase} with --target cpu:reference{other}"
         )
     try:
-        return BUILDERS[op](kernel_request(node))
+        return BUILDERS[op](kernel_request(node, target))
     except CompileError as error:
         raise CompileError(f"node {node.name} ({module_path(node) or 'no module'}): {error}") from error
 

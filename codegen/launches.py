@@ -24,7 +24,7 @@ def graph_launches(graph: Graph, kernel_launches: Mapping[str, int] | None = Non
     ``kernel_launches`` gives the launches of a semantic node by name; one that is absent (a graph without kernels yet)
     counts once. Views, item access and assertions on metadata start nothing on a device.
     """
-    return sum(_launches(node, kernel_launches or {}) for node in graph.nodes)
+    return sum(launches_of(node, kernel_launches) for node in graph.nodes)
 
 
 def is_view(node: Node) -> bool:
@@ -39,13 +39,14 @@ def is_view(node: Node) -> bool:
     return True
 
 
-def _launches(node: Node, kernel_launches: Mapping[str, int]) -> int:
+def launches_of(node: Node, kernel_launches: Mapping[str, int] | None = None) -> int:
+    """What one node adds to ``graph_launches``."""
     if node.op == "call_module":
         return 1
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return 0
     if semantic_operator(node) is not None:
-        return kernel_launches.get(node.name, 1)
+        return (kernel_launches or {}).get(node.name, 1)
     if is_view(node) or "_assert_tensor_metadata" in str(node.target) or "sym_" in str(node.target):
         return 0
     return 1

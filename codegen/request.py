@@ -26,8 +26,8 @@ def tensor_arguments(node: Node) -> dict[str, Node | None]:
     return {name: value for name, kind, value in _bind(node) if kind == "tensor"}
 
 
-def kernel_request(node: Node) -> KernelRequest:
-    """The request for one call: shapes, strides and dtypes from ``meta["val"]``, schema defaults filled in."""
+def kernel_request(node: Node, target: str = "cpu") -> KernelRequest:
+    """The request for one call on ``target``: shapes, strides and dtypes from ``meta["val"]``, schema defaults filled in."""
     tensors: dict[str, TensorSpec | None] = {}
     attributes: dict[str, Any] = {}
     for name, kind, value in _bind(node):
@@ -37,7 +37,7 @@ def kernel_request(node: Node) -> KernelRequest:
             attributes[name] = value
     op = semantic_operator(node)
     assert op is not None
-    return KernelRequest(op, tensors, attributes)
+    return KernelRequest(op, tensors, attributes, target)
 
 
 def call_cost(node: Node) -> Cost:

@@ -22,9 +22,11 @@ from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.ir.report import CompileReport
 from kimigraph.outputs import staged_directory
+from kimigraph.report import REPORT_NAME
 from kimigraph.run import seeded_weights
 from kimigraph.runtime.calls import CallStructure
 from kimigraph.runtime.executor import Executor, require_runnable
+from kimigraph.tools.publish import publish
 
 MAX_SHAPES = 16
 """Programs that one ``Compiled`` keeps in memory; the least recently used one goes first."""
@@ -178,7 +180,10 @@ class _Compiler:
                     with discarding(finished, session), session.timing.stage("verify"):
                         report.verify = verify_module(source, directory, captured, self._config, session.target)
                 keep(None, finished, report, session)
-            report.source, report.shape_key, report.artifact = name, shape_key, str(directory)
+                report.source, report.shape_key, report.artifact = name, shape_key, str(directory)
+                if self._config.report:
+                    report.report = str(directory / REPORT_NAME)
+                    publish(report, directory, session.shown, session.asked)
             calls = CallStructure.of_info(captured.in_spec, captured.out_spec, captured.info)
             program = Program(directory, self._executor(directory, captured), calls, report)
         except BaseException:

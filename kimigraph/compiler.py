@@ -14,6 +14,7 @@ import torch
 from kimigraph.capture import ModelSource, capture, load_source
 from kimigraph.codegen import build_artifact
 from kimigraph.codegen.cross_compile import ahead_of_time_arch
+from kimigraph.codegen.estimate import estimate_step
 from kimigraph.codegen.launches import graph_launches
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import KimigraphError, UsageError
@@ -36,8 +37,10 @@ from kimigraph.passes import (
     run_pipeline,
 )
 from kimigraph.passes.instruments.dump import DumpDirectory
+from kimigraph.report import REPORT_NAME
 from kimigraph.runtime.compile_cache import MODES, CompileCache, Entry, Lookup, digest
 from kimigraph.runtime.executor import require_runnable
+from kimigraph.tools.publish import publish, reporting_failure
 
 Notify = Callable[[str], None]
 
@@ -79,7 +82,7 @@ class CanonicalLaunches(Instrument):
 
 @dataclass
 class Session:
-    """What one compilation carries along. ``scratch`` holds its dumps until they are stored."""
+    """What one compilation carries along. ``scratch`` holds dumps until they are stored, the report shows ``shown``."""
 
     config: CompileConfig
     target: str
@@ -88,11 +91,24 @@ class Session:
     notify: Notify
     scratch: Path
     timing: Timing = field(default_factory=Timing)
+    shown: Path | None = None
 
     @property
     def dumps(self) -> Path:
         """Where the passes dump: where the user asked for, else beside the cache entry to be."""
-        return Path(self.config.dump_passes) if self.config.dump_passes else self.scratch / "dumps"
+        return self.asked or self.scratch / "dumps"
+
+    @property
+    def asked(self) -> Path | None:
+        """The directory of ``--dump-passes``."""
+        return Path(self.config.dump_passes) if self.config.dump_passes else None
+
+    def dumping(self) -> list[Instrument]:
+        """The instrument that dumps, unless nobody will read it: no dumps, no report, nothing kept in the cache."""
+        if not (self.config.dump_passes or self.config.report or self.cache.writes):
+            return []
+        self.shown = self.dumps
+        return [DumpPasses(self.dumps)]
 
 
 def resolve_target(target: str) -> str:
@@ -160,7 +176,11 @@ def _compile_one(source: str, model: ModelSource, directory: Path, session: Sess
             with discarding(finished, session), session.timing.stage("verify"):
                 report.verify = verify_source(source, model, staged, captured, config, session.target)
         keep(front, finished, report, session)
-    return replace(report, source=model.name, shape_key=model.shape_key, artifact=str(directory))
+        report = replace(report, source=model.name, shape_key=model.shape_key, artifact=str(directory))
+        if config.report:
+            report.report = str(directory / REPORT_NAME)
+            publish(report, staged, session.shown, session.asked)
+    return report
 
 
 def _captured(model: ModelSource, session: Session) -> CapturedProgram:
@@ -189,24 +209,26 @@ def build(
     clock, launches = TimePasses(), CanonicalLaunches()
     session.notify("running passes")
     with session.timing.stage("passes"):
-        records = run_pipeline(
-            program, session.pipeline, PassContext(config), [DumpPasses(session.dumps), clock, launches]
-        )
+        watchers = [*session.dumping(), clock, launches]
+        with reporting_failure(CompileReport(phase=config.phase, target=target), session.asked):
+            records = run_pipeline(program, session.pipeline, PassContext(config), watchers)
     check_required_fusions(records, config)
     session.notify(f"generating code for {target}")
     with session.timing.stage("codegen"):
         manifest = build_artifact(
             program, target, directory, seed=config.seed, notify=session.notify, cache_key=digest(graph)
         )
+    estimates = estimate_step(program.graph_module.graph)
     report = CompileReport(
         phase=config.phase,
         target=target,
         graph={
             "nodes_before": len(captured.graph_module.graph.nodes),
             "nodes_after": len(program.graph_module.graph.nodes),
+            "estimated_us": sum(estimates.values()) * 1e6,
         },
         fusions=fusion_summary(records),
-        kernels=[asdict(kernel) for kernel in manifest.kernels],
+        kernels=[{**asdict(item), "estimated_us": estimates[item.name] * 1e6} for item in manifest.kernels],
         launches={"before": launches.count, "after": manifest.launches},
         cache={"status": _status(session.cache), "key": digest(graph), "reason": _why(reason, known)},
         timing={"per_pass": dict(clock.seconds)},
@@ -230,7 +252,7 @@ def restore(hit: Lookup, directory: Path, session: Session, source: str) -> Comp
     ``source`` is what the model goes by now: an entry is shared by equal models of other names.
     """
     assert hit.entry is not None
-    reason = ""
+    reason, session.shown = "", hit.entry / "dumps"
     with session.timing.stage("restore"):
         shutil.copytree(hit.entry / "artifact", directory, dirs_exist_ok=True)
         manifest = Manifest.read(directory)

@@ -10,6 +10,8 @@ from typing import Any
 
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.manifest import MANIFEST_NAME
+from kimigraph.report import REPORT_NAME
+from kimigraph.tools.publish import DOCUMENT_NAME, REMARKS_NAME
 
 
 def check_replaceable(directory: Path) -> None:
@@ -35,11 +37,12 @@ def _foreign_files(directory: Path) -> list[str]:
 
 
 def _recorded_files(manifest: Path) -> set[str]:
-    """The files that an artifact's manifest lists, itself included; none when it is not the manifest of an artifact."""
+    """The files of an artifact by its manifest, and what is written beside them; none without an artifact's manifest."""
     try:
         document: Any = json.loads(manifest.read_bytes())
         assert document["schema_version"] and document["target"]
-        return {MANIFEST_NAME, *(record["path"] for record in document["files"])}
+        beside = {MANIFEST_NAME, REPORT_NAME, DOCUMENT_NAME, REMARKS_NAME}
+        return beside.union(record["path"] for record in document["files"])
     except (OSError, ValueError, KeyError, TypeError, AssertionError):
         return set()
 

@@ -18,12 +18,13 @@ from kimigraph.passes.algebra.frames import Frame, Operand, operand, require_typ
 from kimigraph.passes.algebra.layout import peel
 from kimigraph.passes.algebra.lengths import Length, length_of_mask, length_operand
 from kimigraph.passes.algebra.masks import MASKED, Atom, MaskTerm, atoms, mask_step
+from kimigraph.passes.algebra.match import Match, Trace
 from kimigraph.passes.algebra.nodes import FLOATS, argument, packet, rank, shape
 from kimigraph.passes.algebra.picks import Uses, redirect, uses_of
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import build, call
 from kimigraph.passes.algebra.rule import FusionPass, descriptor_of, require_unused_elsewhere, require_unwritten
-from kimigraph.passes.algebra.unify import Either, Leaf, Literal, Match, Op, Scaled, Sum, Trace, scaling
+from kimigraph.passes.algebra.unify import Either, Leaf, Literal, Op, Scaled, Sum, scaling
 
 ATEN = torch.ops.aten
 PRODUCTS = ("matmul", "bmm", "sum")

@@ -17,6 +17,7 @@ from kimigraph.passes.algebra.convolution import Convolution, convolution_at
 from kimigraph.passes.algebra.delta_rule import LAYOUTS, delta_step, read_out, require_delta_layouts
 from kimigraph.passes.algebra.frames import Operand, operand, require_type, row_major
 from kimigraph.passes.algebra.gated_norm import Neighbours, neighbours_of
+from kimigraph.passes.algebra.match import Match
 from kimigraph.passes.algebra.nodes import (
     COPIES,
     FLOATS,
@@ -32,7 +33,6 @@ from kimigraph.passes.algebra.nodes import (
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import build, call, replace
 from kimigraph.passes.algebra.rule import FusionPass, require_unwritten
-from kimigraph.passes.algebra.unify import Match
 
 ATEN = torch.ops.aten
 

@@ -2,12 +2,17 @@
 
 import ast
 import pprint
+import re
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kimigraph.codegen.kernel import KernelLaunch, KernelRequest, TensorSpec
 from kimigraph.ir.errors import CompileError
 
+_TEMPLATES = Path(__file__).parent.parent / "templates"
+_TEMPLATE_PACKAGE = "kimigraph.codegen.templates."
 TRITON_TYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -20,7 +25,7 @@ TRITON_TYPES = {
 
 def render(op: str, constants: dict[str, Any]) -> str:
     """The template of ``op`` without its module docstring and type-checker comment, ``CONSTANTS`` written out."""
-    source = (Path(__file__).parent.parent / "templates" / f"{op}.py").read_text(encoding="utf-8")
+    source = (_TEMPLATES / f"{op}.py").read_text(encoding="utf-8")
     tree = ast.parse(source)
     lines = source.splitlines()
     placeholder = next(
@@ -29,7 +34,42 @@ def render(op: str, constants: dict[str, Any]) -> str:
     lines[placeholder.lineno - 1] = "CONSTANTS: dict[str, Any] = " + pprint.pformat(
         constants, width=116, sort_dicts=False
     )
+    inline_shared_text(tree, lines, set())
     return "\n".join(lines[tree.body[0].end_lineno :]).strip() + "\n"
+
+
+def inline_shared_text(tree: ast.Module, lines: list[str], seen: set[str]) -> None:
+    """Replace each import of a template, in ``lines``, by the functions of that template and of those it imports."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_TEMPLATE_PACKAGE):
+            assert node.end_lineno is not None
+            for number in range(node.lineno - 1, node.end_lineno):
+                lines[number] = ""
+            name = (node.module or "").removeprefix(_TEMPLATE_PACKAGE)
+            if name not in seen:
+                seen.add(name)
+                lines[node.lineno - 1] = "\n" + _functions(name, seen) + "\n"
+
+
+def _functions(name: str, seen: set[str]) -> str:
+    """A shared template without its docstring and its imports; the templates that it imports come first."""
+    source = (_TEMPLATES / f"{name}.py").read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    lines = source.splitlines()
+    for node in tree.body:
+        is_own = isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_TEMPLATE_PACKAGE)
+        if isinstance(node, ast.Import | ast.ImportFrom) and not is_own:
+            assert node.end_lineno is not None
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    inline_shared_text(tree, lines, seen)
+    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines[tree.body[0].end_lineno :])).strip()
+
+
+def is_hopper(target: str) -> bool:
+    """Whether kernels for ``target`` run on compute capability 9.0; for "cuda" that is up to the device here."""
+    if target == "cuda":
+        return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return target == "cuda:sm_90"
 
 
 def padded(size: int, least: int = 1) -> int:

@@ -6,7 +6,7 @@ import typer
 
 from kimigraph import __version__
 from kimigraph.cli import compile as compile_command
-from kimigraph.cli import dumps, passes, run
+from kimigraph.cli import doctor, dumps, explain, passes, run
 
 HELP = """Compile language models with hybrid sparse attention to Triton programs.
 
@@ -32,6 +32,8 @@ def make_app() -> typer.Typer:
     app.callback()(_root)
     compile_command.register(app)
     run.register(app)
+    explain.register(app)
+    doctor.register(app)
     app.add_typer(passes.make_group(), name="passes")
     app.add_typer(dumps.make_group(), name="dumps")
     return app

@@ -83,6 +83,9 @@ def _compile(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with the eager model; exit with 3 on a difference.")
     ] = False,
+    no_report: Annotated[
+        bool, typer.Option("--no-report", help="Leave report.html and the remarks out of the artifact.")
+    ] = False,
     time_passes: Annotated[bool, typer.Option("--time-passes", help="Report the seconds of each pass.")] = False,
     cache: Annotated[
         Literal["use", "off", "readonly", "refresh"], typer.Option(help="How to use the compile cache.")
@@ -112,6 +115,7 @@ def _compile(
         cache=cache,
         verify=verify,
         time_passes=time_passes,
+        report=not no_report,
         dump_passes=str(dump_passes) if dump_passes is not None else None,
     )
     documents = _run(source, one_per_shape(base, batch or [], tokens or [], context or []), out)

@@ -39,6 +39,7 @@ class CompileConfig:
     verify: bool = debug_only(False)
     time_passes: bool = debug_only(False)
     dump_passes: str | None = debug_only(None)
+    report: bool = debug_only(True)
 
     def key_fields(self) -> dict[str, Any]:
         """The fields that enter the cache key, by name."""

@@ -33,3 +33,8 @@ def show_tracebacks() -> bool:
 def compiler_environment() -> dict[str, str]:
     """The environment for a worker that compiles kernels: this one without the interpreter."""
     return {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+
+
+def interpreter_environment() -> dict[str, str]:
+    """The environment for a process that runs kernels under the interpreter."""
+    return {**os.environ, "TRITON_INTERPRET": "1"}

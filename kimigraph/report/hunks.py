@@ -14,7 +14,7 @@ _LARGEST_BLOCK = 400_000
 
 @dataclass(frozen=True)
 class Hunk:
-    """Some lines of a difference, each with its sign in front; ``old`` and ``new`` are the numbers of the first ones."""
+    """Some lines of a difference, each with its sign in front; ``old`` and ``new`` number the first ones."""
 
     old: int
     new: int

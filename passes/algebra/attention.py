@@ -9,9 +9,10 @@ from torch.fx import Node
 from kimigraph.passes.algebra.frames import Frame, Occurrence
 from kimigraph.passes.algebra.layout import layout, peel
 from kimigraph.passes.algebra.masks import MaskTerm, mask_step, selects, sense_of
+from kimigraph.passes.algebra.match import Match, Trace
 from kimigraph.passes.algebra.nodes import COPIES, argument, is_cast, is_number, packet, rank, shape
 from kimigraph.passes.algebra.refusal import Refused
-from kimigraph.passes.algebra.unify import Leaf, Match, Op, Scaled, Sum, Trace
+from kimigraph.passes.algebra.unify import Leaf, Op, Scaled, Sum
 
 ATEN = torch.ops.aten
 AXES = "bhst"

@@ -32,7 +32,7 @@ def convolution_at(activated: Node) -> Convolution:
     source = silu.args[0]
     assert isinstance(source, Node)
     conv, chain = peel(source, casts="float")
-    if packet(conv) != "conv1d":
+    if packet(conv) not in ("conv1d", "convolution") or argument(conv, "transposed"):
         raise Refused(f"SiLU is of {described(conv)}, not of a convolution", conv)
     window, state = _window(conv)
     _require_last_column(conv, layout(conv, chain))
@@ -87,9 +87,8 @@ def _write_back(window: Node, state: Node, tokens: int) -> Node:
         raise Refused(f"the cached inputs are written {len(writes)} times", state)
     source = writes[0].args[1]
     assert isinstance(source, Node)
-    base, chain = peel(
-        source
-    )  # a window widened for the convolution is narrowed again by the copy, which loses nothing
+    # A window widened for the convolution may be what is copied: the copy narrows it again, which loses nothing.
+    base, chain = peel(source)
     batch, channels, columns = shape(state)
     total = columns + tokens
     want = Layout.of(torch.empty(batch, channels, total, device="meta")[..., tokens:])

@@ -3,9 +3,10 @@
 from torch.fx import Graph, Node
 
 from kimigraph.passes.algebra.frames import Frame, require_layout, row_major
+from kimigraph.passes.algebra.match import Match
 from kimigraph.passes.algebra.nodes import packet, shape
 from kimigraph.passes.algebra.refusal import Refused
-from kimigraph.passes.algebra.unify import Bind, Either, Leaf, Literal, Match, Number, Op, Pattern, Scaled, Sum, find
+from kimigraph.passes.algebra.unify import Bind, Either, Leaf, Literal, Number, Op, Pattern, Scaled, Sum, find
 
 LAYOUTS = ("kv", "vk")
 

@@ -7,9 +7,10 @@ from torch.fx import Node
 
 from kimigraph.passes.algebra.delta_rule import squared
 from kimigraph.passes.algebra.frames import Frame, Operand, operand, require_layout
+from kimigraph.passes.algebra.match import Match
 from kimigraph.passes.algebra.nodes import COPIES, is_cast, is_view, packet, rank, shape
 from kimigraph.passes.algebra.refusal import Refused
-from kimigraph.passes.algebra.unify import Leaf, Match, Number, Op, Pattern, Sum, find
+from kimigraph.passes.algebra.unify import Leaf, Number, Op, Pattern, Sum, find
 
 _X = Leaf("o", casts="float")
 _NORMED = Op(

@@ -119,12 +119,7 @@ def length_operand(graph: Graph, length: Length, batch: int, before: Node) -> No
             like=length.reader,
             before=before,
         )
-    written = any(
-        purity.storage_root(argument) is purity.storage_root(length.symbol)
-        for node in graph.nodes
-        for argument in purity.mutated_arguments(node)
-    )
-    if length.offset == 0 and not written:
+    if length.offset == 0 and not _is_written(graph, length.symbol):
         return _as_lengths(graph, length.symbol, length.reader, batch)
     for user in length.symbol.users:
         if user.target is ATEN.add.Tensor and user.args == (length.symbol, length.offset) and user < before:
@@ -132,6 +127,12 @@ def length_operand(graph: Graph, length: Length, batch: int, before: Node) -> No
                 return _as_lengths(graph, user, user, batch)
     node = call(graph, ATEN.add.Tensor, (length.symbol, length.offset), like=length.reader, after=length.reader)
     return _as_lengths(graph, node, node, batch)
+
+
+def _is_written(graph: Graph, symbol: Node) -> bool:
+    """Whether the graph writes the symbol's memory anywhere."""
+    root = purity.storage_root(symbol)
+    return any(purity.storage_root(node) is root for writer in graph.nodes for node in purity.mutated_arguments(writer))
 
 
 def _as_lengths(graph: Graph, node: Node, after: Node, batch: int) -> Node:

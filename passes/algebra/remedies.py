@@ -38,7 +38,10 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         r"weight and latent differ in type",
         "give the expanding weight the type of the latent cache: --dtype for the whole model, or cast the weight once",
     ),
-    (r"is (\S+), wanted |the cache is |the window is|the result is used as", "use one of the types named, for example with --dtype"),
+    (
+        r"is (\S+), wanted |the cache is |the window is|the result is used as",
+        "use one of the types named, for example with --dtype",
+    ),
     # The Lightning Indexer's score
     (r"expected relu", "put relu between the products of query and keys and the weighting of the heads"),
     (

@@ -1,6 +1,7 @@
 """New nodes: with their values inferred, and the origin of what they replace."""
 
 from collections.abc import Iterable, Mapping
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -58,13 +59,13 @@ def replace(old: Node, new: Node) -> None:
     Why strides may differ: fused attention hands out [B, S, H, D] memory, and the graph was captured to its liking.
     """
     old.replace_all_uses_with(new, propagate_meta=False)
-    stale = {new}
-    node = new.next
-    while stale and node.op != "root":
-        if node.op != "output" and any(argument in stale for argument in node.all_input_nodes):
-            if _differs(node):
-                stale.add(node)
-        node = node.next
+    waiting = sorted(new.users)
+    while waiting:
+        node = heappop(waiting)
+        if node.op != "output" and _differs(node):
+            for user in node.users:
+                if user not in waiting:
+                    heappush(waiting, user)
 
 
 def _differs(node: Node) -> bool:

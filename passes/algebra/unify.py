@@ -4,94 +4,18 @@ A pattern is matched from its result downwards. The same leaf name twice must be
 the trace keeps the failures, so that a near miss can be explained.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 
 from kimigraph.passes.algebra.frames import Frame, Occurrence, fresh
 from kimigraph.passes.algebra.layout import peel
-from kimigraph.passes.algebra.nodes import argument, constant, described, packet, rank, shape
+from kimigraph.passes.algebra.match import Match, Trace
+from kimigraph.passes.algebra.nodes import argument, constant, packet, rank, shape
 
 COMMUTATIVE = frozenset(("add", "mul"))
-
-
-def _no_leaves() -> dict[str, tuple[Occurrence, ...]]:
-    return {}
-
-
-def _no_numbers() -> dict[str, float]:
-    return {}
-
-
-@dataclass(frozen=True)
-class Match:
-    """What a pattern bound: leaves and results by name, numbers by name, and the nodes it stands for, in order."""
-
-    leaves: Mapping[str, tuple[Occurrence, ...]] = field(default_factory=_no_leaves)
-    numbers: Mapping[str, float] = field(default_factory=_no_numbers)
-    path: tuple[Node, ...] = ()
-
-    def leaf(self, name: str) -> Occurrence:
-        """The first occurrence of that leaf."""
-        return self.leaves[name][0]
-
-    def base(self, name: str) -> Node:
-        """The node below all views of that leaf."""
-        return self.leaves[name][0].base
-
-    def with_leaf(self, name: str, occurrence: Occurrence) -> "Match | None":
-        """This match with one more occurrence; None when the name is bound to another tensor."""
-        known = self.leaves.get(name, ())
-        if known and known[0].base is not occurrence.base:
-            return None
-        return replace(self, leaves={**self.leaves, name: (*known, occurrence)})
-
-    def with_number(self, name: str, value: float) -> "Match | None":
-        """This match with a number; None when the name is bound to another number."""
-        if name in self.numbers and self.numbers[name] != value:
-            return None
-        return replace(self, numbers={**self.numbers, name: value})
-
-    def over(self, *nodes: Node) -> "Match":
-        """This match standing for those nodes too."""
-        return replace(self, path=(*self.path, *nodes))
-
-
-@dataclass(frozen=True)
-class Miss:
-    """One failure of an attempt: the nodes that had matched, the node, and what was expected of it."""
-
-    matched: tuple[Node, ...]
-    node: Node
-    expected: str
-
-    @property
-    def depth(self) -> int:
-        """How many nodes had matched."""
-        return len(self.matched)
-
-    @property
-    def reason(self) -> str:
-        """The failure in words."""
-        return f"expected {self.expected}, found {described(self.node)}"
-
-
-@dataclass
-class Trace:
-    """The failures of an attempt. Trying operands in both orders makes some that mean nothing."""
-
-    misses: list[Miss] = field(default_factory=lambda: [])
-
-    def miss(self, match: Match, value: Any, expected: str) -> None:
-        """Note a failure."""
-        if isinstance(value, Node):
-            self.misses.append(Miss(match.path, value, expected))
-
-    def deepest(self, among: Callable[[Miss], bool] = lambda miss: True) -> Miss | None:
-        """The first of the deepest failures for which ``among`` holds."""
-        return max((miss for miss in self.misses if among(miss)), key=lambda miss: miss.depth, default=None)
 
 
 @dataclass(frozen=True)
@@ -166,6 +90,8 @@ class Op(Pattern):
         if not isinstance(value, Node):
             return None
         base, chain = peel(value, casts="float")
+        if self.name == "mul" and is_outer_product(base):
+            return Sum(self, "one").match(value, frame, match, trace, user)
         if packet(base) != self.name or not _plain(base, len(self.operands)):
             trace.miss(match, base, self.name)
             return None
@@ -173,6 +99,12 @@ class Op(Pattern):
         given = list(base.args[: len(self.operands)])
         orders = [given, given[::-1]] if self.name in COMMUTATIVE else [given]
         return _first(orders, self.operands, [inner] * len(given), match.over(*chain, base), trace, base)
+
+
+def is_outer_product(node: Node) -> bool:
+    """Whether a node is a matrix product over a single element, which is a broadcast product."""
+    left = node.args[0] if packet(node) in ("matmul", "bmm", "mm") else None
+    return isinstance(left, Node) and rank(left) >= 2 and shape(left)[-1] == 1
 
 
 def _plain(node: Node, operands: int) -> bool:

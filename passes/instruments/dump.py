@@ -18,7 +18,7 @@ from kimigraph.passes.options import print_pass
 from kimigraph.passes.pipeline import Pipeline
 
 MARKER = ".kimigraph-dumps.json"
-_OWN_NAME = re.compile(r"\d{3}-[a-z0-9-]+\.(py|diff|failed\.txt)|remarks\.jsonl|timings\.json|graph\.dot")
+_OWN_NAME = re.compile(r"\d{3}-[a-z0-9-]+\.(py|diff|failed\.txt)|remarks\.jsonl|timings\.json|graph\.dot|report\.html")
 
 
 class DumpDirectory:
@@ -59,6 +59,14 @@ class DumpDirectory:
             return self.write(name, text)
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(text)
+
+    @classmethod
+    def add(cls, path: Path, name: str, text: str) -> None:
+        """Write one more file into a directory that holds dumps already, which stay."""
+        directory = cls.__new__(cls)
+        directory.path = path
+        directory._written = sorted(directory._listed())
+        directory.write(name, text)
 
     def _listed(self) -> set[str]:
         marker = self.path / MARKER

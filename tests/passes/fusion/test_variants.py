@@ -9,6 +9,11 @@ from torch.fx import Node
 
 from kimigraph.ir.fake import infer
 from kimigraph.ir.purity import dead_code
+from kimigraph.passes.canonicalize import Canonicalize
+from kimigraph.passes.cleanup.asserts import drop_metadata_asserts
+from kimigraph.passes.fuse_lightning_indexer import FuseLightningIndexer
+from kimigraph.passes.fuse_sparse_attention import FuseSparseAttention
+from kimigraph.passes.raise_kda import RaiseKda
 
 ATEN = torch.ops.aten
 MakeStep = Callable[..., Any]
@@ -66,6 +71,13 @@ def test_fewer_visible_keys_than_picks(model: str, step: MakeStep) -> None:
             {"batch": 1},
             COUNTS["kimi_k31"],
         ),
+        (
+            "glm5_next",
+            "eager",
+            {"num_attention_heads": 1, "num_key_value_heads": 1, "linear_num_heads": 1, "index_topk": 64},
+            {"batch": 1},
+            COUNTS["glm5_next"],
+        ),
     ],
 )
 def test_sizes_do_not_matter(
@@ -89,6 +101,23 @@ def test_bfloat16_fuses_alike(model: str, step: MakeStep) -> None:
     assert attention.args[2].meta["val"].dtype is torch.bfloat16
     assert kda.meta["val"].dtype is torch.bfloat16
     assert fused.error() < 0.03
+
+
+@pytest.mark.parametrize("model", ["deepseek_v32", "kimi_k31"])
+def test_equal_nodes_need_not_be_merged(model: str, step: MakeStep) -> None:
+    """Without common subexpression elimination each layer has its own mask and its own positions."""
+    fused = step(model, "eager")
+    drop_metadata_asserts(fused.graph)
+    dead_code(fused.graph)
+    fused.fuse((RaiseKda(), FuseLightningIndexer(), FuseSparseAttention()))
+    assert fused.fused() == COUNTS[model]
+    assert fused.error(steps=3) < 1e-5
+
+
+def test_the_chunk_form_of_kda_is_left_with_a_remark(step: MakeStep) -> None:
+    made = step("kimi_k31", "eager", options={"tokens": 3}, **KIMI_DISTINCT)
+    (remark,) = [item for item in made.fuse() if item.kind == "missed"]
+    assert remark.pass_name == "raise-kda" and "the new state" in remark.message
 
 
 def rename(step: Any) -> None:
@@ -125,9 +154,7 @@ def test_names_and_operand_order_do_not_matter(model: str, step: MakeStep) -> No
     assert fused.error(steps=3) < 1e-5
 
 
-def without_canonical(step: Any) -> Any:
-    from kimigraph.passes.canonicalize import Canonicalize
-
+def canonical(step: Any) -> Any:
     step.fuse((Canonicalize(),))
     return step
 
@@ -140,9 +167,6 @@ def insert(step: Any, target: Any, *args: Any, before: Node) -> Node:
 
 
 def finish(step: Any) -> None:
-    from kimigraph.passes.fuse_lightning_indexer import FuseLightningIndexer
-    from kimigraph.passes.fuse_sparse_attention import FuseSparseAttention
-
     step.fuse((FuseLightningIndexer(), FuseSparseAttention()))
 
 
@@ -182,7 +206,7 @@ def relu_as_clamp(step: Any) -> None:
     "edit", [product_as_sum, scale_behind_relu, strict_comparison, turned_comparison, relu_as_clamp]
 )
 def test_other_spellings_fuse_alike(edit: Callable[[Any], None], step: MakeStep) -> None:
-    fused = without_canonical(step("deepseek_v32", "eager"))
+    fused = canonical(step("deepseek_v32", "eager"))
     edit(fused)
     dead_code(fused.graph)
     finish(fused)
@@ -193,7 +217,7 @@ def test_other_spellings_fuse_alike(edit: Callable[[Any], None], step: MakeStep)
 
 def test_a_mask_that_is_no_length_stays_an_operand(step: MakeStep) -> None:
     """Even keys alone are visible: to the indexer as a mask, and to the attention through the picks."""
-    fused = without_canonical(step("kimi_k31", "eager"))
+    fused = canonical(step("kimi_k31", "eager"))
     causal = next(node for node in fused.graph.nodes if node.target is ATEN.le.Tensor)
     numbers = next(node for node in fused.graph.nodes if node.target is ATEN.arange.default and node.args[0] == 64)
     odd = insert(fused, ATEN.remainder.Scalar, numbers, 2, before=causal.next)

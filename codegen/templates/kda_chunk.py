@@ -1,0 +1,226 @@
+# pyright: basic
+# Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
+"""All of a chunk of KDA that does not depend on the state before it, one program a (chunk of 32 tokens, head).
+
+With G the sum of log-decays from the chunk's start to a row (included) and T that of the whole chunk,
+
+    M_ij = beta_i sum_c k_ic k_jc exp(G_ic - G_jc)  (j < i),      P_ij = sum_c q_ic k_jc exp(G_ic - G_jc)  (j <= i)
+    A = (1 + M)^-1 diag(beta),   W = A (k exp(G)),   U = A v,   R = q exp(G),   E = k exp(T - G)
+
+the state S [K, V] then passes the chunk by D = U - W S (row t is the corrected delta u_t), O = R S + P D and
+S <- exp(T) S + E^T D.
+"""
+
+import triton
+import triton.language as tl
+
+from kimigraph.codegen.templates.kda_gate import log_decay, sigmoid
+from kimigraph.codegen.templates.rounding import narrow, product
+
+
+@triton.jit
+def chunk_rows(
+    cu_seqlens,
+    slot,
+    T: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    C: tl.constexpr,
+):
+    """(row of the first token among its sequence's tensor rows, tokens in the chunk, batch index) of a chunk slot.
+
+    Packed sequence n owns the slots from cu_seqlens[n] // C + n on, as many as it has chunks: slots never overlap, and
+    no table of chunks has to be made. Slots between sequences hold no token.
+    """
+    if cu_seqlens is None:
+        sequence = slot // CHUNKS
+        first = (slot % CHUNKS) * C
+        count = tl.minimum(T - first, C)
+    else:
+        entry = tl.arange(0, BLOCK_N)
+        start = tl.load(cu_seqlens + entry, mask=entry < SEQUENCES, other=0).to(tl.int32)
+        # Slots of sequences grow strictly, so the owner is the last that begins no later.
+        owner = tl.sum(((start // C + entry <= slot) & (entry < SEQUENCES)).to(tl.int32), 0) - 1
+        begin = tl.load(cu_seqlens + owner).to(tl.int32)
+        end = tl.load(cu_seqlens + owner + 1).to(tl.int32)
+        first = begin + (slot - begin // C - owner) * C
+        count = tl.minimum(end - first, C)
+        sequence = 0
+    return first, count, sequence
+
+
+@triton.jit
+def bounded_factors(g, k, q, C: tl.constexpr, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """Products and decays of a chunk whose decay is bounded: half of it either way stays inside fp32's exponents.
+
+    ``g`` is in base 2. Returns (k . k and q . k decayed, k exp(G), q exp(G), k exp(T - G), exp(T)).
+    """
+    total = tl.sum(g, 0)
+    middle = 0.5 * total
+    since = tl.cumsum(g, 0) - middle[None, :]
+    ahead = tl.exp2(since)
+    behind = k * tl.exp2(-since)
+    half = tl.exp2(middle)[None, :]
+    writing = behind * half
+    keys = tl.trans(behind.to(OPERAND))
+    reading = q * ahead
+    pairs_q = product(reading, keys, OPERAND, INTERPRET)
+    weighted = k * ahead
+    pairs_k = product(weighted, keys, OPERAND, INTERPRET)
+    return pairs_k, pairs_q, weighted * half, reading * half, writing, tl.exp2(total)
+
+
+@triton.jit
+def partner_sums(g, HALF: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
+    """[C, K]: for each row, the sum of ``g`` over the block of ``HALF`` rows that its own block is paired with."""
+    PAIRS: tl.constexpr = C // (2 * HALF)
+    sums = tl.sum(tl.reshape(g, [PAIRS, 2, HALF, K]), 2)
+    late = tl.arange(0, 2)[None, :, None] == 1
+    earlier = tl.sum(tl.where(late, 0.0, sums), 1, keep_dims=True)
+    later = tl.sum(tl.where(late, sums, 0.0), 1, keep_dims=True)
+    partner = tl.where(late, earlier, later)
+    return tl.reshape(tl.broadcast_to(partner[:, :, None, :], [PAIRS, 2, HALF, K]), [C, K])
+
+
+@triton.jit
+def unbounded_factors(g, k, q, C: tl.constexpr, K: tl.constexpr, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """The same for any decay: every exponent is a sum of log-decays, so no factor exceeds one.
+
+    Blocks of rows are paired, from single rows up to the chunk's halves: a pair of rows (i in the later block, j in the
+    earlier one) decays from j to the edge between the blocks and from there to i.
+    """
+    row = tl.arange(0, C)
+    i, j = row[:, None], row[None, :]
+    pairs_q = tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
+    pairs_k = tl.zeros([C, C], tl.float32)
+    since = g  # from the start of the row's block to the row, included
+    until = tl.zeros([C, K], tl.float32)  # from the row, excluded, to the end of its block
+    for level in tl.static_range(5):
+        late = ((row >> level) % 2 == 1)[:, None]
+        decay = tl.exp2(tl.where(late, since, until))
+        keys = k * decay
+        turned = tl.trans(keys.to(OPERAND))
+        pair = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
+        pairs_k += tl.where(pair, product(keys, turned, OPERAND, INTERPRET), 0.0)
+        pairs_q += tl.where(pair, product(q * decay, turned, OPERAND, INTERPRET), 0.0)
+        partner = partner_sums(g, 1 << level, C, K)
+        since = since + tl.where(late, partner, 0.0)
+        until = until + tl.where(late, 0.0, partner)
+    ahead = tl.exp2(since)
+    return pairs_k, pairs_q, k * ahead, q * ahead, k * tl.exp2(until), tl.exp2(tl.sum(g, 0))
+
+
+@triton.jit
+def inverse_of_unit_lower(strict, C: tl.constexpr, OPERAND: tl.constexpr, INTERPRET: tl.constexpr):
+    """(1 + strict)^-1 of a strictly lower triangle [C, C]: blocks of rows twice as large each time, as in substitution.
+
+    The block below the diagonal of [[X1, 0], [L, X2]]^-1 is -X2^-1 L X1^-1, with both inverses already there.
+    """
+    row = tl.arange(0, C)
+    i, j = row[:, None], row[None, :]
+    inverse = tl.where(i == j, 1.0, tl.where((i // 2 == j // 2) & (i > j), -strict, 0.0))
+    for level in tl.static_range(1, 5):
+        pair = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
+        left = product(inverse, tl.where(pair, strict, 0.0), OPERAND, INTERPRET)
+        inverse = inverse - product(left, inverse, OPERAND, INTERPRET)
+    return inverse
+
+
+@triton.jit
+def prepare_chunks(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    a_log,
+    dt_bias,
+    cu_seqlens,
+    reads,
+    values,
+    writes,
+    pairs,
+    decays,
+    T: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    SCALE: tl.constexpr,
+    L2_NORM: tl.constexpr,
+    L2_EPS: tl.constexpr,
+    LOWER_BOUND: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    G_STRIDE: tl.constexpr,
+    BETA_STRIDE: tl.constexpr,
+    RATE_STRIDE: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Scratch, indexed [slot, head]: reads = W over R [2C, K], values = U [C, V], writes = E [C, K], pairs = P [C, C]
+    in one type, decays = exp(T) [K] in fp32."""
+    OPERAND: tl.constexpr = values.dtype.element_ty
+    # Entries of the inverse are about one at most: fp16 has three bits more than bf16.
+    SOLVE: tl.constexpr = tl.float16 if OPERAND == tl.bfloat16 else OPERAND
+    head = tl.program_id(0)
+    slot = tl.program_id(1)
+    first, count, sequence = chunk_rows(cu_seqlens, slot, T, CHUNKS, SEQUENCES, BLOCK_N, C)
+    if count > 0:
+        row = tl.arange(0, C)
+        in_k = tl.arange(0, BLOCK_K)
+        in_v = tl.arange(0, BLOCK_V)
+        token = (first + row).to(tl.int64)
+        inside = row < count
+        key_mask = inside[:, None] & (in_k < K)[None, :]
+        at = sequence.to(tl.int64) if cu_seqlens is None else 0
+        place = q + at * Q_STRIDE[0] + token[:, None] * Q_STRIDE[1] + head * Q_STRIDE[2] + in_k[None, :] * Q_STRIDE[3]
+        query = tl.load(place, mask=key_mask, other=0.0).to(tl.float32)
+        place = k + at * K_STRIDE[0] + token[:, None] * K_STRIDE[1] + head * K_STRIDE[2] + in_k[None, :] * K_STRIDE[3]
+        key = tl.load(place, mask=key_mask, other=0.0).to(tl.float32)
+        place = g + at * G_STRIDE[0] + token[:, None] * G_STRIDE[1] + head * G_STRIDE[2] + in_k[None, :] * G_STRIDE[3]
+        gate = tl.load(place, mask=key_mask, other=0.0).to(tl.float32)
+        place = beta + at * BETA_STRIDE[0] + token * BETA_STRIDE[1] + head * BETA_STRIDE[2]
+        strength = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        if a_log is not None:
+            rate = tl.exp(tl.load(a_log + head * RATE_STRIDE).to(tl.float32))
+            place = dt_bias + head * BIAS_STRIDE[0] + in_k * BIAS_STRIDE[1]
+            bias = tl.load(place, mask=in_k < K, other=0.0).to(tl.float32)
+            gate = tl.where(key_mask, log_decay(gate + bias[None, :], rate, LOWER_BOUND), 0.0)
+            strength = tl.where(inside, sigmoid(strength), 0.0)
+        if L2_NORM:
+            key = key * tl.rsqrt(tl.sum(key * key, 1) + L2_EPS)[:, None]
+            query = query * (tl.rsqrt(tl.sum(query * query, 1) + L2_EPS) * SCALE)[:, None]
+        else:
+            query = query * SCALE
+        gate = gate * 1.4426950408889634
+        if BOUNDED:
+            pairs_k, pairs_q, erased, read, written, decay = bounded_factors(gate, key, query, C, OPERAND, INTERPRET)
+        else:
+            pairs_k, pairs_q, erased, read, written, decay = unbounded_factors(
+                gate, key, query, C, BLOCK_K, OPERAND, INTERPRET
+            )
+        base = (slot * H + head).to(tl.int64)
+        tile = row[:, None] * BLOCK_K + in_k[None, :]
+        tl.store(decays + base * BLOCK_K + in_k, decay)
+        tl.store(writes + base * (C * BLOCK_K) + tile, narrow(written, writes, INTERPRET))
+        tl.store(reads + base * (2 * C * BLOCK_K) + C * BLOCK_K + tile, narrow(read, reads, INTERPRET))
+        i, j = row[:, None], row[None, :]
+        pairs_q = tl.where(j <= i, pairs_q, 0.0)
+        tl.store(pairs + base * (C * C) + i * C + j, narrow(pairs_q, pairs, INTERPRET))
+        strict = tl.where(j < i, pairs_k * strength[:, None], 0.0)
+        solved = inverse_of_unit_lower(strict, C, SOLVE, INTERPRET) * strength[None, :]
+        erasing = product(solved, erased, OPERAND, INTERPRET)
+        tl.store(reads + base * (2 * C * BLOCK_K) + tile, narrow(erasing, reads, INTERPRET))
+        place = v + at * V_STRIDE[0] + token[:, None] * V_STRIDE[1] + head * V_STRIDE[2] + in_v[None, :] * V_STRIDE[3]
+        value = tl.load(place, mask=inside[:, None] & (in_v < V)[None, :], other=0.0)
+        place = values + base * (C * BLOCK_V) + row[:, None] * BLOCK_V + in_v[None, :]
+        tl.store(place, narrow(product(solved, value, OPERAND, INTERPRET), values, INTERPRET))
