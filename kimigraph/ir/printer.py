@@ -19,7 +19,15 @@ from kimigraph.ir.provenance import module_class, module_path
 from kimigraph.ir.purity import mutated_arguments, region_module, storage_root
 from kimigraph.ir.spelling import format_argument, format_call, region_function, variable_names
 
-__all__ = ["format_argument", "format_call", "print_program"]
+__all__ = [
+    "PRINTED_IMPORTS",
+    "format_argument",
+    "format_call",
+    "print_functions",
+    "print_heading",
+    "print_program",
+    "print_tables",
+]
 
 _RESERVED = frozenset(
     (
@@ -29,7 +37,7 @@ _RESERVED = frozenset(
 )
 _WIDTH = 120
 _INLINE_ELEMENTS = 64
-_HEAD = """import math
+PRINTED_IMPORTS = """import math
 import operator
 
 import torch
@@ -37,6 +45,7 @@ import torch
 import kimigraph.ir.operators
 from kimigraph.ir.program import InputSpec
 from kimigraph.ir.script import constant, main, with_strides"""
+"""What the text of ``print_tables`` and ``print_functions`` needs, and the ``main`` of dumps."""
 _USAGE = """Run as a script, it makes seeded tensors, does one step and prints "<name> <sum> <magnitudes> <dot>"
 for each output and each input that the step updates; --seed N takes other tensors, --weights DIR those of
 DIR/*.safetensors."""
@@ -50,23 +59,38 @@ def print_program(program: CapturedProgram, title: str = "A captured program", n
     ``title`` is the script's first line and ``note`` a paragraph below it. Raises CompileError naming the node that has
     no spelling, or the constant whose value the program does not hold.
     """
-    graph_module = program.graph_module
-    children = _children(graph_module)
-    reserved = _RESERVED | {region_function(node) for node, _ in children}
-    paragraphs = [title, *([textwrap.fill(note, _WIDTH)] if note else []), _USAGE]
-    parts = [
-        '"""' + "\n\n".join(paragraphs).replace("\\", "\\\\").replace('"""', "'''") + '\n"""\n\n' + _HEAD,
-        _tables(program),
-        *(_function(region_function(node), child, reserved, _region_title(node)) for node, child in children),
-        "@torch.no_grad()\n" + _function("step", graph_module, reserved, "One step; caches change in place."),
-        _MAIN,
-    ]
-    return "\n\n\n".join(parts) + "\n"
+    return "\n\n\n".join(
+        [
+            print_heading(title, *([textwrap.fill(note, _WIDTH)] if note else []), _USAGE) + "\n\n" + PRINTED_IMPORTS,
+            print_tables(program),
+            print_functions(program, "step", "One step; caches change in place."),
+            _MAIN + "\n",
+        ]
+    )
 
 
-def _tables(program: CapturedProgram) -> str:
+def print_heading(*paragraphs: str) -> str:
+    """A module docstring of these paragraphs."""
+    return '"""' + "\n\n".join(paragraphs).replace("\\", "\\\\").replace('"""', "'''") + '\n"""'
+
+
+def print_functions(program: CapturedProgram, name: str, title: str) -> str:
+    """The program as a function ``name`` with docstring ``title``, after one for each of its regions."""
+    children = _children(program.graph_module)
+    reserved = _RESERVED | {region_function(node) for node, _ in children} | {name}
+    parts = [_function(region_function(node), child, reserved, _region_title(node)) for node, child in children]
+    return "\n\n\n".join([*parts, "@torch.no_grad()\n" + _function(name, program.graph_module, reserved, title)])
+
+
+def print_tables(program: CapturedProgram, *others: CapturedProgram) -> str:
+    """INPUTS, OUTPUTS and CONSTANTS of the program; ``others`` are later forms of it that may hold more constants."""
+    constants = dict(entry for form in (program, *others) for entry in _constants(form))
+    return _tables(program, constants)
+
+
+def _tables(program: CapturedProgram, texts: dict[str, str]) -> str:
     outputs = ", ".join(f'"{spec.name}"' for spec in program.outputs)
-    constants = [f"    {format_argument(name, str)}: {text}," for name, text in _constants(program)]
+    constants = [f"    {format_argument(name, str)}: {text}," for name, text in texts.items()]
     return "\n".join(
         [
             "INPUTS = (",
