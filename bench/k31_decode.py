@@ -97,7 +97,9 @@ def graph_time(step: Callable[[], Any], replays: int = 21) -> float | str:
     return statistics.median(times)
 
 
-def widened(model: KimiK31ForCausalLM, captured: CapturedProgram, args: tuple[Any, ...], layers: int) -> CapturedProgram:
+def widened(
+    model: KimiK31ForCausalLM, captured: CapturedProgram, args: tuple[Any, ...], layers: int
+) -> CapturedProgram:
     """The same graph in fp32 over the same rounded weights."""
     wide_model = random_model(layers, torch.float32)
     with torch.no_grad():
@@ -108,7 +110,9 @@ def widened(model: KimiK31ForCausalLM, captured: CapturedProgram, args: tuple[An
     return capture_module(wide_model, wide_args, {}, CompileConfig(target="cuda"))
 
 
-def check(captured: CapturedProgram, wide: CapturedProgram, directory: Path, picks: dict[str, torch.Tensor], args: Any) -> dict[str, Any]:
+def check(
+    captured: CapturedProgram, wide: CapturedProgram, directory: Path, picks: dict[str, torch.Tensor], args: Any
+) -> dict[str, Any]:
     """Relative errors against fp32 with the same picks: 16-bit eager and the program, for every output and cache."""
     tensors = tensors_of(captured, args, {})
     given = {spec.source: t for spec, t in zip(captured.inputs, tensors, strict=True)}

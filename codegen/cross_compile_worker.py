@@ -1,5 +1,3 @@
-# pyright: basic
-# Reason: it only talks to Triton's compiler, whose API carries few types.
 """Worker of ``kimigraph.codegen.cross_compile``: compiles kernel files with Triton, run as a script without kimigraph.
 
 Input: one JSON document on stdin, ``{"directory", "arch", "jobs"}``; a job has ``source`` (a kernel file), ``stem`` (of
@@ -14,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 UNSUPPORTED = 2
 
@@ -65,7 +64,7 @@ def import_file(path: Path, number: int) -> ModuleType:
     return module
 
 
-def compile_job(job: dict, module: ModuleType, directory: Path) -> list[str]:
+def compile_job(job: dict[str, Any], module: ModuleType, directory: Path) -> list[str]:
     """Write the cubin of one function and the JSON beside it; returns both paths, relative to the artifact."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -93,9 +92,9 @@ def compile_job(job: dict, module: ModuleType, directory: Path) -> list[str]:
     return [cubin.as_posix(), record.as_posix()]
 
 
-def tuples(value):
+def tuples(value: Any) -> Any:
     """Constants such as strides are tuples, which JSON turned into lists."""
-    return tuple(tuples(item) for item in value) if isinstance(value, list) else value
+    return tuple(tuples(item) for item in cast("list[Any]", value)) if isinstance(value, list) else value
 
 
 def innermost(error: BaseException) -> BaseException:
@@ -105,7 +104,7 @@ def innermost(error: BaseException) -> BaseException:
     return error
 
 
-def describe(compiled, job: dict, cubin: Path) -> dict:
+def describe(compiled: Any, job: dict[str, Any], cubin: Path) -> dict[str, Any]:
     """What a launcher needs to know of the cubin, and what it costs on the device."""
     metadata = compiled.metadata
     return {

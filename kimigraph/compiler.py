@@ -31,6 +31,7 @@ from kimigraph.passes import (
     PassContext,
     Pipeline,
     TimePasses,
+    VerifyPasses,
     check_required_fusions,
     default_pipeline,
     fusion_summary,
@@ -39,6 +40,7 @@ from kimigraph.passes import (
 from kimigraph.passes.instruments.dump import DumpDirectory
 from kimigraph.report import REPORT_NAME
 from kimigraph.runtime.compile_cache import MODES, CompileCache, Entry, Lookup, digest
+from kimigraph.tools.numerics import CheckNumerics
 from kimigraph.runtime.executor import require_runnable
 from kimigraph.tools.publish import publish, reporting_failure
 
@@ -132,7 +134,7 @@ def new_session(config: CompileConfig, notify: Notify) -> Generator[Session]:
     if config.verify and ahead_of_time_arch(target) is not None:
         require_runnable(target)
     with tempfile.TemporaryDirectory(prefix="kimigraph-") as scratch:
-        yield Session(config, target, pipeline, CompileCache(mode=config.cache), notify, Path(scratch))
+        yield Session(config, target, pipeline, CompileCache(mode=_cache_mode(config)), notify, Path(scratch))
 
 
 def compile_source(source: str, configs: list[CompileConfig], out: Path | None, notify: Notify) -> list[CompileReport]:
@@ -209,9 +211,12 @@ def build(
     clock, launches = TimePasses(), CanonicalLaunches()
     session.notify("running passes")
     with session.timing.stage("passes"):
-        watchers = [*session.dumping(), clock, launches]
+        # Numbers come before the verifier: what an invalid graph computes says more than the rule that it breaks.
+        numerics = CheckNumerics(config.seed)
+        checks = [numerics, VerifyPasses()] if config.check_numerics else []
+        watchers = [*session.dumping(), clock, launches, *checks]
         with reporting_failure(CompileReport(phase=config.phase, target=target), session.asked):
-            records = run_pipeline(program, session.pipeline, PassContext(config), watchers)
+            records = run_pipeline(program, session.pipeline, PassContext(config), watchers, verify=not checks)
     check_required_fusions(records, config)
     session.notify(f"generating code for {target}")
     with session.timing.stage("codegen"):
@@ -232,9 +237,17 @@ def build(
         launches={"before": launches.count, "after": manifest.launches},
         cache={"status": _status(session.cache), "key": digest(graph), "reason": _why(reason, known)},
         timing={"per_pass": dict(clock.seconds)},
+        numerics=numerics.table,
         remarks=[remark.as_dict() for record in records for remark in record.result.remarks],
     )
     return _for_session(report, session), Entry(graph, directory, session.dumps, report.as_dict())
+
+
+def _cache_mode(config: CompileConfig) -> str:
+    """The mode asked for; but numerics are checked while passes run, which a hit would leave out."""
+    return (
+        {"use": "refresh", "readonly": "off"}.get(config.cache, config.cache) if config.check_numerics else config.cache
+    )
 
 
 def _status(cache: CompileCache) -> str:

@@ -5,7 +5,7 @@ picks first and then runs the captured graph with the program's own picks.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Interpreter, Node
@@ -77,7 +77,8 @@ def with_selections(program: CapturedProgram) -> tuple[CapturedProgram, list[str
             if picks:
                 found.append((node.name, picks[0]))
     output = graph.output_node()
-    output.args = ((*output.args[0], *(node for _, node in found)),)
+    results = cast("tuple[Node, ...]", output.args[0])
+    output.args = ((*results, *(node for _, node in found)),)
     extended.graph_module.recompile()
     specs = tuple(OutputSpec(name=f"picks_{name}", source=f"picks.{name}") for name, _ in found)
     return replace(extended, outputs=extended.outputs + specs), [name for name, _ in found]

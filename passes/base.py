@@ -37,6 +37,12 @@ class Pass:
     summary: ClassVar[str]
     fusion: ClassVar[bool] = False
     """Whether the pass counts in the report's ``fusions`` and can be named by ``--require-fusion``."""
+    pattern: ClassVar[str] = ""
+    """What the pass looks for, for the table in ``docs/fusions.md``."""
+    constraints: ClassVar[tuple[str, ...]] = ()
+    """What must hold for a place that looks like it, one condition each."""
+    effect: ClassVar[str] = ""
+    """What comes instead."""
 
     def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:
         """Rewrite ``program`` in place."""

@@ -29,6 +29,15 @@ class Canonicalize(Pass):
 
     name: ClassVar[str] = "canonicalize"
     summary: ClassVar[str] = "drop provable asserts and no-ops, merge equal nodes, undo compaction, erase dead code"
+    pattern: ClassVar[str] = (
+        "assertions that metadata proves, views and casts that change nothing, equal pure nodes, tensors compacted by "
+        "a mask before a top-k, nodes that nothing uses"
+    )
+    constraints: ClassVar[tuple[str, ...]] = (
+        "no value changes, not in the last bit",
+        "writes, random numbers and assertions that could fail stay",
+    )
+    effect: ClassVar[str] = "fewer nodes, one spelling, static shapes"
 
     decompact: bool = True
 

@@ -6,7 +6,7 @@ queries and keys. Whether a mask is a length is proved by arithmetic on position
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -84,6 +84,19 @@ class FuseLightningIndexer(FusionPass):
     name: ClassVar[str] = "fuse-lightning-indexer"
     summary: ClassVar[str] = "score, ReLU, head weights, mask and top-k become one lightning_indexer"
     fusion: ClassVar[bool] = True
+    pattern: ClassVar[str] = (
+        "a `topk` over masked scores that are a weighted sum over heads of relu(q k), as products, sums or matrix "
+        "products, scales anywhere"
+    )
+    constraints: ClassVar[tuple[str, ...]] = (
+        "the picks are used as a set: neither the values nor the order",
+        "the scores are used nowhere else",
+        "positive scales, the largest scores, a constant k",
+        "the key cache is not written between scoring and picking",
+        "bfloat16, float16 or float32",
+        "a mask that is not provably causal stays an operand",
+    )
+    effect: ClassVar[str] = "`lightning_indexer`, with lengths or a mask"
 
     def anchors(self, graph: Graph) -> Sequence[Node]:
         """All top-k nodes."""
@@ -179,7 +192,7 @@ def _above_product(node: Node, keys: int, depth: int = 6) -> bool:
 
 def _checked(graph: Graph, topk: Node, scored: Scored) -> IndexerSite:
     match = scored.match
-    last = rank(topk.args[0]) - 1  # pyright: ignore[reportArgumentType]
+    last = rank(cast("Node", topk.args[0])) - 1
     if argument(topk, "dim") not in (-1, last):
         raise Refused("the top-k does not run over the keys", topk)
     if not argument(topk, "largest"):

@@ -49,6 +49,18 @@ class FuseSparseAttention(FusionPass):
     name: ClassVar[str] = "fuse-sparse-attention"
     summary: ClassVar[str] = "latent attention over an indexer's picks becomes one sparse_attention on the cache"
     fusion: ClassVar[bool] = True
+    pattern: ClassVar[str] = (
+        "a `softmax` or `scaled_dot_product_attention` whose keys and values are one linear of a latent cache, and "
+        "whose mask is a set of picks"
+    )
+    constraints: ClassVar[tuple[str, ...]] = (
+        "the mask hides what was not picked, and else exactly what the indexer's mask hides",
+        "one mask for all heads",
+        "the attention weights are used nowhere else",
+        "the caches are not written between the attention's reads and its place",
+        "weight and latent cache of one type",
+    )
+    effect: ClassVar[str] = "`sparse_attention` over the picked rows, the linear absorbed into query and output"
 
     def anchors(self, graph: Graph) -> Sequence[Node]:
         """All softmaxes and fused attentions."""

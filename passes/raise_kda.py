@@ -61,6 +61,18 @@ class RaiseKda(FusionPass):
     name: ClassVar[str] = "raise-kda"
     summary: ClassVar[str] = "convolution, gates, delta rule, read-out and gated norm become one kda_decode"
     fusion: ClassVar[bool] = True
+    pattern: ClassVar[str] = (
+        "a write of a whole rank-4 state whose value is the delta rule (decay, update by key and beta, read-out), with "
+        "the short convolution, SiLU, L2 norms, gate and gated norm around it"
+    )
+    constraints: ClassVar[tuple[str, ...]] = (
+        "one new token a step",
+        "q, k and v are channels of one depthwise convolution without bias",
+        "both states are read in this step only, and replaced once",
+        "state [B, H, K, V] or [B, H, V, K]",
+        "bfloat16, float16 or float32",
+    )
+    effect: ClassVar[str] = "`kda_decode`, which updates both states in place"
 
     def anchors(self, graph: Graph) -> Sequence[Node]:
         """The writes of whole rank-4 inputs."""

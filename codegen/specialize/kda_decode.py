@@ -4,10 +4,21 @@ import math
 from typing import Any
 
 from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
+from kimigraph.codegen.specialize.kda_strides import by_head, per_channel, per_head
 from kimigraph.codegen.specialize.rendering import ahead_of_time, needed, padded, refuse, render
 
 MOST_STATE = 256 * 256  # fp32 state elements of one head: the register file of one SM
 STATE_PER_WARP = 2048  # 64 registers a thread
+GLUON_SIDE = 128
+MOST_TOKENS = 8  # the loop over tokens is unrolled
+SCHEDULES = (  # programs at most, parts of a state, streaming
+    (160, 1, True),
+    (250, 2, False),
+    (600, 1, True),
+    (900, 2, True),
+    (1200, 1, False),
+    (1 << 31, 2, False),
+)
 
 
 def build(request: KernelRequest) -> KernelModule:
@@ -54,45 +65,53 @@ def build(request: KernelRequest) -> KernelModule:
         "BLOCK_N": padded(conv.shape[-1]),
         "INTERPRET": False,
     }
-    options = {"num_warps": min(max(block_k * block_v // STATE_PER_WARP, 1), 16), "num_stages": 1}
-    if tokens == 1 and options["num_warps"] == 8:
-        # Two programs share an SM: one computes while the other waits for its state.
-        options["maxnreg"] = 128
-    text = render(
-        "kda_decode",
-        {"out": (batch, tokens, heads, value_dim), "grid": (batch * heads,), "kda_step": constants, "options": options},
-    )
     operands: dict[str, TensorSpec | str | None] = {
         **dict(zip(names, (qkv, taps, conv, gate, bias, rate, beta, state), strict=True)),
         "out_gate": out_gate,
         "norm_weight": norm,
         "out": qkv.dtype,
     }
+    launch = {"out": (batch, tokens, heads, value_dim), "grid": (batch * heads,)}
+    if request.target.startswith("cuda") and fits_gluon(constants):
+        return build_gluon(launch, operands, constants)
+    options = {"num_warps": min(max(block_k * block_v // STATE_PER_WARP, 1), 16), "num_stages": 1}
+    if tokens == 1 and options["num_warps"] == 8:
+        # Two programs share an SM: one computes while the other waits for its state.
+        options["maxnreg"] = 128
+    text = render("kda_decode", {**launch, "kda_step": constants, "options": options})
     return KernelModule(text, (ahead_of_time("kda_step", operands, constants, options),))
 
 
-def by_head(spec: TensorSpec, width: int) -> tuple[int, ...]:
-    """Strides (sequence, token, head, channel) of ``[B, S, H * width]`` or ``[B, S, H, width]``."""
-    if len(spec.shape) == 4:
-        return spec.stride
-    return (spec.stride[0], spec.stride[1], width * spec.stride[2], spec.stride[2])
+def fits_gluon(constants: dict[str, Any]) -> bool:
+    """Whether the form for heads of 128 serves the step: W - 1 columns of history, K innermost, a few tokens at most."""
+    fixed = {"K": GLUON_SIDE, "V": GLUON_SIDE, "W": 4, "N": 3}
+    innermost = constants["STATE_STRIDE"][3] == 1
+    return (
+        all(constants[name] == value for name, value in fixed.items()) and innermost and constants["S"] <= MOST_TOKENS
+    )
 
 
-def per_channel(request: KernelRequest, spec: TensorSpec, heads: int, width: int) -> tuple[int, int]:
-    """Strides (head, channel) of ``[H * width]``, ``[H, width]`` or either with leading ones."""
-    axes = [(size, stride) for size, stride in zip(spec.shape, spec.stride, strict=True) if size > 1]
-    if [size for size, _ in axes] == [heads, width]:
-        return axes[0][1], axes[1][1]
-    if len(axes) == 1:
-        return (width * axes[0][1], axes[0][1])
-    if not axes:
-        return (0, 0)
-    raise refuse(request, f"dt_bias has the shape {list(spec.shape)}", f"want [{heads * width}] or [{heads}, {width}]")
+def build_gluon(
+    launch: dict[str, Any], operands: dict[str, TensorSpec | str | None], constants: dict[str, Any]
+) -> KernelModule:
+    """The same step in the form for heads of 128; see ``parts_and_streaming``."""
+    absent = ("K", "V", "W", "N", "BLOCK_K", "BLOCK_V", "BLOCK_N", "INTERPRET")
+    constants = {name: value for name, value in constants.items() if name not in absent}
+    parts, stream = parts_and_streaming(launch["grid"][0]) if constants["S"] == 1 else (1, False)
+    constants |= {"BLOCKS": parts, "STREAM": stream}
+    options = {"num_warps": 8}
+    if constants["S"] == 1:
+        options["maxnreg"] = 128  # two programs share an SM
+    text = render("kda_decode_gluon", {**launch, "kda_step": constants, "options": options})
+    return KernelModule(text, (ahead_of_time("kda_step", operands | {"slots": None}, constants, options),))
 
 
-def per_head(request: KernelRequest, spec: TensorSpec) -> int:
-    """Stride along the one axis of ``a_log`` that is not 1."""
-    strides = [stride for size, stride in zip(spec.shape, spec.stride, strict=True) if size > 1]
-    if len(strides) > 1:
-        raise refuse(request, f"a_log has the shape {list(spec.shape)}", "want one axis of heads, others 1")
-    return strides[0] if strides else 0
+def parts_and_streaming(programs: int) -> tuple[int, bool]:
+    """Parts that a state is taken in, and whether it passes the L2 cache by: what was fastest on an H200.
+
+    One part has all of a state in flight at once; two leave room for a second program on the multiprocessor.
+    """
+    for most, parts, stream in SCHEDULES:
+        if programs <= most:
+            return parts, stream
+    return SCHEDULES[-1][1:]

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kimigraph.codegen.kernel import KernelLaunch, KernelModule, KernelRequest, TensorSpec
-from kimigraph.codegen.specialize.kda_decode import per_channel, per_head
+from kimigraph.codegen.specialize.kda_strides import per_channel, per_head
 from kimigraph.codegen.specialize.rendering import (
     ahead_of_time,
     ceil_div,

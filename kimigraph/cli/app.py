@@ -6,7 +6,7 @@ import typer
 
 from kimigraph import __version__
 from kimigraph.cli import compile as compile_command
-from kimigraph.cli import doctor, dumps, explain, passes, run
+from kimigraph.cli import bisect, doctor, dumps, explain, passes, run
 
 HELP = """Compile language models with hybrid sparse attention to Triton programs.
 
@@ -33,6 +33,7 @@ def make_app() -> typer.Typer:
     compile_command.register(app)
     run.register(app)
     explain.register(app)
+    bisect.register(app)
     doctor.register(app)
     app.add_typer(passes.make_group(), name="passes")
     app.add_typer(dumps.make_group(), name="dumps")

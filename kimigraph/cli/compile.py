@@ -1,5 +1,6 @@
 """``kimigraph compile``."""
 
+import inspect
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,7 +9,7 @@ import typer
 from kimigraph.cli.console import print_json, progress
 from kimigraph.cli.errors import fail, reports_errors
 from kimigraph.cli.shapes import one_per_shape, parse_overrides
-from kimigraph.cli.summary import print_summary
+from kimigraph.cli.summary import print_numerics, print_summary
 from kimigraph.ir import env
 from kimigraph.ir.config import TARGETS, CompileConfig
 from kimigraph.ir.errors import NumericsError
@@ -86,6 +87,10 @@ def _compile(
     no_report: Annotated[
         bool, typer.Option("--no-report", help="Leave report.html and the remarks out of the artifact.")
     ] = False,
+    check_numerics: Annotated[
+        bool,
+        typer.Option("--check-numerics", help="Run the graph after each pass; exit with 3 on the first that differs."),
+    ] = False,
     time_passes: Annotated[bool, typer.Option("--time-passes", help="Report the seconds of each pass.")] = False,
     cache: Annotated[
         Literal["use", "off", "readonly", "refresh"], typer.Option(help="How to use the compile cache.")
@@ -99,26 +104,8 @@ def _compile(
       kimigraph compile my_package.models:build --target cuda:sm_90 --out artifact
       kimigraph compile ./checkpoint --phase prefill --context 512 --target cpu:reference --json
     """
-    base = CompileConfig(
-        target=target,
-        opt_level=opt_level,
-        phase=phase,
-        dtype=dtype,
-        seed=seed,
-        passes=passes,
-        disabled_passes=tuple(disable_pass or ()),
-        required_fusions=tuple(require_fusion or ()),
-        stop_after=stop_after,
-        marks=not no_marks,
-        random_weights=random_weights,
-        overrides=parse_overrides(set_field or []),
-        cache=cache,
-        verify=verify,
-        time_passes=time_passes,
-        report=not no_report,
-        dump_passes=str(dump_passes) if dump_passes is not None else None,
-    )
-    documents = _run(source, one_per_shape(base, batch or [], tokens or [], context or []), out)
+    configs = configurations(locals())
+    documents = _run(source, configs, out)
     if as_json:
         print_json(documents if len(documents) > 1 else documents[0])
     else:
@@ -127,13 +114,49 @@ def _compile(
     _check_numerics(documents)
 
 
+def configurations(options: dict[str, Any]) -> list[CompileConfig]:
+    """What the options (by the parameter names of the command) ask for: one configuration per shape."""
+    base = CompileConfig(
+        target=options["target"],
+        opt_level=options["opt_level"],
+        phase=options["phase"],
+        dtype=options["dtype"],
+        seed=options["seed"],
+        passes=options["passes"],
+        disabled_passes=tuple(options["disable_pass"] or ()),
+        required_fusions=tuple(options["require_fusion"] or ()),
+        stop_after=options["stop_after"],
+        marks=not options["no_marks"],
+        random_weights=options["random_weights"],
+        overrides=parse_overrides(options["set_field"] or []),
+        cache=options["cache"],
+        verify=options["verify"],
+        check_numerics=options["check_numerics"],
+        time_passes=options["time_passes"],
+        report=not options["no_report"],
+        dump_passes=str(options["dump_passes"]) if options["dump_passes"] is not None else None,
+    )
+    return one_per_shape(base, options["batch"] or [], options["tokens"] or [], options["context"] or [])
+
+
+def parameters() -> list[inspect.Parameter]:
+    """The parameters of the command, for commands that take its options."""
+    return list(inspect.signature(_compile).parameters.values())
+
+
 def _run(source: str, configs: list[CompileConfig], out: Path | None) -> list[dict[str, Any]]:
     if configs[0].target == "cpu":
         env.enable_interpreter()  # before the first import of triton, which the next line may bring
     with progress() as notify:
         from kimigraph.compiler import compile_source
 
-        return [report.as_dict() for report in compile_source(source, configs, out, notify)]
+        from kimigraph.tools.numerics import PassNumericsError
+
+        try:
+            return [report.as_dict() for report in compile_source(source, configs, out, notify)]
+        except PassNumericsError as error:
+            print_numerics(error.table, err=True)
+            raise
 
 
 def _check_numerics(documents: list[dict[str, Any]]) -> None:

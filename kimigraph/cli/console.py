@@ -21,15 +21,16 @@ def print_json(document: Any) -> None:
     typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
 
 
-def print_columns(rows: list[tuple[str, ...]], indent: int = 0) -> None:
+def print_columns(rows: list[tuple[str, ...]], indent: int = 0, err: bool = False) -> None:
     """Print rows in aligned columns. The last column wraps on a terminal; elsewhere a row is a line."""
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    terminal = (sys.stderr if err else sys.stdout).isatty()
+    columns = shutil.get_terminal_size().columns if terminal else sys.maxsize
     for row in rows:
         start = " " * indent + "".join(f"{cell:<{width}}  " for cell, width in zip(row[:-1], widths, strict=False))
         room = max(columns - len(start), MIN_WRAP)
         lines = textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False) or [""]
-        typer.echo("\n".join([start + lines[0], *(" " * len(start) + line for line in lines[1:])]).rstrip())
+        typer.echo("\n".join([start + lines[0], *(" " * len(start) + line for line in lines[1:])]).rstrip(), err=err)
 
 
 @contextmanager

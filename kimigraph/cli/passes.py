@@ -44,6 +44,9 @@ def _show(name: Annotated[str, typer.Argument(metavar="NAME", help="A name from 
             ("summary", pass_class.summary),
             ("default pipeline", place),
             ("fusion", "yes" if pass_class.fusion else "no"),
+            ("pattern", pass_class.pattern or "not declared"),
+            ("constraints", "; ".join(pass_class.constraints) or "none declared"),
+            ("effect", pass_class.effect or "not declared"),
             ("options", ", ".join(options) or "none"),
             ("defined in", pass_class.__module__),
         ]

@@ -14,7 +14,21 @@ def print_summary(report: dict[str, Any]) -> None:
     print_columns(_overview(report), indent=2)
     _section("fusions", [_fusion_row(fusion) for fusion in report["fusions"]])
     _section("kernels", _kernel_rows(report["kernels"]))
+    if report["numerics"]:
+        typer.echo("numerics")
+        print_numerics(report["numerics"])
     _section("seconds", _timing_rows(report["timing"]))
+
+
+def print_numerics(table: list[dict[str, Any]], err: bool = False) -> None:
+    """Print the table of ``--check-numerics``: a row for each pass with its errors against the captured graph."""
+    rows: list[tuple[str, ...]] = [("pass", "absolute", "relative", "tolerance", "", "worst tensor")]
+    for row in table:
+        errors = [f"{row[key]:.3g}" for key in ("max_abs_err", "max_rel_err", "tolerance")]
+        word = "FAILED" if not row["passed"] else "ok" if row["modified"] else "unchanged" if row["index"] else ""
+        tensor = f"{row['tensor']} ({row['data']})" if row["tensor"] else ""
+        rows.append((f"{row['index']} {row['pass']}", *errors, word, tensor))
+    print_columns(rows, indent=2, err=err)
 
 
 def _overview(report: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -37,6 +37,7 @@ class CompileConfig:
     overrides: tuple[tuple[str, str], ...] = ()
     cache: str = debug_only("use")
     verify: bool = debug_only(False)
+    check_numerics: bool = debug_only(False)
     time_passes: bool = debug_only(False)
     dump_passes: str | None = debug_only(None)
     report: bool = debug_only(True)

@@ -1,8 +1,8 @@
 """Descriptors: the types of caches and states, so that a reader cannot misread what a writer wrote.
 
 Each has a text form that round-trips, ``latent{layout=contiguous,dtype=bfloat16,width=512,...}``; that text
-is what ``InputSpec.descriptor`` and the operators' ``descriptor`` attribute hold. Fields appear in their order and
-all of them are written, so two descriptors are equal exactly when their texts are.
+is what ``InputSpec.descriptor`` and the operators' ``descriptor`` attribute hold. Fields appear in their order, those of
+quantised caches only there, so two descriptors are equal exactly when their texts are.
 """
 
 from dataclasses import dataclass, fields
@@ -11,6 +11,10 @@ from typing import ClassVar
 from kimigraph.ir.errors import CompileError
 
 _DTYPES = ("bfloat16", "float16", "float32")
+QUANTISED = "float8_e4m3fn"
+"""The element type of quantised caches; their tensors are bytes, uint8, because a row mixes types."""
+_SCALE_RULES = ("power2", "amax")
+_ORDERS = ("scales_rope", "rope_scales")
 _CACHE_LAYOUTS = ("contiguous", "paged")
 _STATE_LAYOUTS = ("kv", "vk")
 
@@ -23,7 +27,8 @@ class Descriptor:
 
     def __str__(self) -> str:
         """The text form."""
-        values = ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = ",".join(f"{name}={value}" for name, value in given.items() if value is not None)
         return f"{self.kind}{{{values}}}"
 
 
@@ -33,6 +38,11 @@ class LatentDescriptor(Descriptor):
 
     ``layout`` is contiguous ([B, T, .], ``page_size`` 0) or paged ([P, page_size, .] with a block table). With 2
     ``buffers`` the rope part has its own tensor; with 1 it follows the latent in the same row. ``rope_dim`` may be 0.
+
+    Quantised (``dtype`` float8_e4m3fn, 1 buffer): a row is ``width`` bytes e4m3, one fp32 scale for each ``tile``
+    elements and ``rope_dim`` bf16 elements, in ``order`` scales_rope (FlashMLA, "fp8_ds_mla") or rope_scales (Ascend,
+    tile 128 in combined mode). A writer picks a tile's scale as amax / 448 (``scales`` amax) or the power of two above
+    (power2); readers do not care.
     """
 
     kind: ClassVar[str] = "latent"
@@ -42,26 +52,55 @@ class LatentDescriptor(Descriptor):
     rope_dim: int
     page_size: int = 0
     buffers: int = 2
+    tile: int | None = None
+    order: str | None = None
+    scales: str | None = None
 
     def __post_init__(self) -> None:
         _check_cache(self, self.layout, self.dtype, self.page_size)
         _check(self, self.width > 0 and self.rope_dim >= 0, "width must be positive and rope_dim not negative")
         _check(self, self.buffers in (1, 2), "buffers must be 1 (rope after latent) or 2 (apart)")
+        _check_scales(self, self.dtype, self.scales)
+        if self.dtype != QUANTISED:
+            _check(self, self.tile is None and self.order is None, f"tile and order belong to {QUANTISED} caches")
+            return
+        _check(self, self.buffers == 1, "a quantised row holds its rope part: buffers must be 1")
+        _check(self, self.order in _ORDERS, f"order must be one of {', '.join(_ORDERS)}")
+        tile = self.tile or 0
+        _check(self, tile > 0 and self.width % tile == 0, "tile must divide width")
+
+    @property
+    def row(self) -> int:
+        """Elements of the row of the tensor that holds the latent part; bytes when quantised."""
+        if self.dtype == QUANTISED:
+            return self.width + 4 * (self.width // (self.tile or 1)) + 2 * self.rope_dim
+        return self.width + (self.rope_dim if self.buffers == 1 else 0)
 
 
 @dataclass(frozen=True)
 class IndexKeyDescriptor(Descriptor):
-    """A cache of index keys of ``width`` elements of ``dtype``; ``layout`` and ``page_size`` as for latent caches."""
+    """A cache of index keys of ``width`` elements of ``dtype``; ``layout`` and ``page_size`` as for latent caches.
+
+    Quantised (``dtype`` float8_e4m3fn): [P, page_size, width + 4] bytes (or [B, T, width + 4]), where each page (or
+    sequence) is planar: all its keys e4m3, then one fp32 scale a key, picked by the rule ``scales`` as for latents.
+    """
 
     kind: ClassVar[str] = "index_key"
     layout: str
     dtype: str
     width: int
     page_size: int = 0
+    scales: str | None = None
 
     def __post_init__(self) -> None:
         _check_cache(self, self.layout, self.dtype, self.page_size)
         _check(self, self.width > 0, "width must be positive")
+        _check_scales(self, self.dtype, self.scales)
+
+    @property
+    def row(self) -> int:
+        """Elements of a row of the tensor; bytes when quantised."""
+        return self.width + (4 if self.dtype == QUANTISED else 0)
 
 
 @dataclass(frozen=True)
@@ -130,7 +169,7 @@ def parse_descriptor(text: str) -> Descriptor:
 
 
 def _value(text: str, name: str, value: str, kind: object) -> str | int:
-    if kind is not int:
+    if "int" not in str(kind):
         return value
     try:
         return int(value)
@@ -140,8 +179,16 @@ def _value(text: str, name: str, value: str, kind: object) -> str | int:
 
 def _check_cache(descriptor: Descriptor, layout: str, dtype: str, page_size: int) -> None:
     _check(descriptor, layout in _CACHE_LAYOUTS, f"layout must be one of {', '.join(_CACHE_LAYOUTS)}")
-    _check(descriptor, dtype in _DTYPES, f"dtype must be one of {', '.join(_DTYPES)}")
+    known = (*_DTYPES, QUANTISED)
+    _check(descriptor, dtype in known, f"dtype must be one of {', '.join(known)}")
     _check(descriptor, (page_size > 0) == (layout == "paged"), "a paged layout has a page_size, a contiguous one has 0")
+
+
+def _check_scales(descriptor: Descriptor, dtype: str, scales: str | None) -> None:
+    if dtype == QUANTISED:
+        _check(descriptor, scales in _SCALE_RULES, f"scales must be one of {', '.join(_SCALE_RULES)}")
+    else:
+        _check(descriptor, scales is None, f"scales belongs to {QUANTISED} caches")
 
 
 def _check(descriptor: Descriptor, holds: bool, rule: str) -> None:

@@ -30,6 +30,7 @@ class CompileReport:
     cache: dict[str, Any] = field(default_factory=lambda: {"status": "off", "key": "", "reason": ""})
     timing: dict[str, Any] = field(default_factory=_dict)
     verify: dict[str, Any] | None = None
+    numerics: list[dict[str, Any]] = field(default_factory=_list)
     artifact: str | None = None
     dumps: str | None = None
     report: str | None = None

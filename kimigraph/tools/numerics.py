@@ -53,6 +53,11 @@ class Reference:
         constants = {s.source: program.tensors[s.name] for s in program.inputs if s.kind == "constant"}
         self._cases = [_Case(self._program, data, make_data(data, program.inputs, constants)) for data in sets]
 
+    @property
+    def tolerances(self) -> dict[str, float]:
+        """Tolerance by tensor and step, for those that have one of their own (in 16 bits)."""
+        return {name: limit for case in self._cases for name, limit in case.tolerances.items()}
+
     def compare(self, program: CapturedProgram) -> Comparison:
         """Run ``program`` on all data sets; the comparison of the one that is furthest out of tolerance."""
         found = [case.compare(program) for case in self._cases]

@@ -30,7 +30,7 @@ def publish(report: CompileReport, artifact: Path, shown: Path | None, dumps: Pa
     page = render_report(document, shown, artifact)
     (artifact / REPORT_NAME).write_text(page, encoding="utf-8")
     if dumps is not None:
-        DumpDirectory.add(dumps, REPORT_NAME, page)
+        DumpDirectory(dumps, keep=True).write(REPORT_NAME, page)
 
 
 @contextmanager
@@ -40,8 +40,8 @@ def reporting_failure(report: CompileReport, dumps: Path | None) -> Generator[No
         yield
     except KimigraphError:
         if dumps is not None and (dumps / MARKER).is_file():
-            remarks = _remarks(dumps / REMARKS_NAME)
-            DumpDirectory.add(dumps, REPORT_NAME, render_report({**report.as_dict(), "remarks": remarks}, dumps))
+            document = {**report.as_dict(), "remarks": _remarks(dumps / REMARKS_NAME)}
+            DumpDirectory(dumps, keep=True).write(REPORT_NAME, render_report(document, dumps))
         raise
 
 

@@ -6,6 +6,7 @@ comparison takes the place of every spelling of view, transpose, unsqueeze, sele
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -88,7 +89,8 @@ def replay(chain: Sequence[Step], tensor: Tensor) -> Tensor:
         elif is_split_item(node):
             source = node.args[0]
             assert isinstance(source, Node)
-            parts = source.target(tensor, *source.args[1:], **source.kwargs)  # pyright: ignore[reportCallIssue]
+            split: Callable[..., Any] = cast("Callable[..., Any]", source.target)
+            parts = split(tensor, *source.args[1:], **source.kwargs)
             tensor = parts[node.args[1]]
         elif is_view(node):
             tensor = _apply(node, tensor)
@@ -99,7 +101,7 @@ def _apply(node: Node, tensor: Tensor) -> Tensor:
     if any(isinstance(argument, Node) for argument in node.args[1:]):
         raise RuntimeError("a view with a computed size")
     copying = node.target in (ATEN.reshape.default, ATEN._unsafe_view.default)
-    target: Callable[..., Tensor] = ATEN.view.default if copying else node.target  # pyright: ignore
+    target: Callable[..., Tensor] = ATEN.view.default if copying else cast("Callable[..., Tensor]", node.target)
     return target(tensor, *node.args[1:], **node.kwargs)
 
 

@@ -24,8 +24,8 @@ _OWN_NAME = re.compile(r"\d{3}-[a-z0-9-]+\.(py|diff|failed\.txt)|remarks\.jsonl|
 class DumpDirectory:
     """A directory that holds dumps and nothing else; a marker file lists what was written into it."""
 
-    def __init__(self, path: Path) -> None:
-        """Claim ``path``: made when missing; dumps of an earlier run in it are removed.
+    def __init__(self, path: Path, *, keep: bool = False) -> None:
+        """Claim ``path``: made when missing; dumps of an earlier run in it are removed, unless ``keep``.
 
         Raises UsageError, and touches nothing, when it is a file or holds anything that no earlier run wrote.
         """
@@ -41,9 +41,9 @@ class DumpDirectory:
                 f"--dump-passes {path}: the directory holds files that are no dumps of kimigraph ({shown}); "
                 "name one that is new, empty or holds dumps."
             )
-        for name in own:
+        for name in () if keep else own:
             (path / name).unlink(missing_ok=True)
-        self._written: list[str] = []
+        self._written = sorted(own) if keep else []
         self._mark()
 
     def write(self, name: str, text: str) -> None:
@@ -59,14 +59,6 @@ class DumpDirectory:
             return self.write(name, text)
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(text)
-
-    @classmethod
-    def add(cls, path: Path, name: str, text: str) -> None:
-        """Write one more file into a directory that holds dumps already, which stay."""
-        directory = cls.__new__(cls)
-        directory.path = path
-        directory._written = sorted(directory._listed())
-        directory.write(name, text)
 
     def _listed(self) -> set[str]:
         marker = self.path / MARKER

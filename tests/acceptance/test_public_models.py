@@ -1,7 +1,7 @@
 """Public models of transformers, compiled, against transformers' own eager outputs, caches and states.
 
-The eager model runs in a process that knows nothing of this project, before the compiled one exists; weights are exchanged
-as a checkpoint.
+The eager model runs in a process that knows nothing of this project, before the compiled one exists; weights are
+exchanged as a checkpoint.
 """
 
 import json

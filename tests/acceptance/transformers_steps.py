@@ -1,9 +1,9 @@
 """Decode steps of a model by transformers alone, in a process of its own; nothing of this project may be imported here.
 
 ``python transformers_steps.py CONFIG.json DIRECTORY STEPS BATCH CONTEXT`` makes a model of CONFIG with random weights,
-saves it to DIRECTORY as a checkpoint, decodes STEPS random tokens for BATCH sequences from an empty static cache of CONTEXT
-places, and writes DIRECTORY/steps.safetensors: ``<step>.input_ids``, ``<step>.logits`` and every cache tensor as
-``<step>.<name>``.
+saves it to DIRECTORY as a checkpoint, decodes STEPS random tokens for BATCH sequences from an empty static cache of
+CONTEXT places, and writes DIRECTORY/steps.safetensors: ``<step>.input_ids``, ``<step>.logits`` and every cache tensor
+as ``<step>.<name>``.
 """
 
 import json
@@ -45,14 +45,14 @@ def make_model(document: dict[str, Any]) -> Any:
     return model
 
 
-def cache_values(cache: Any) -> dict[str, torch.Tensor]:
+def cache_values(cache: Any, pooled: bool) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(cache.layers):
         for attribute, name in ROLES.items():
             value = getattr(layer, attribute, None)
             value = value[0] if isinstance(value, dict) and value else value
             if isinstance(value, torch.Tensor) and value.numel():
-                packed = attribute == "indexer_keys" and getattr(layer, "packed_index_keys", False)
+                packed = pooled and attribute == "indexer_keys"  # key, gate score and valid flag in one row
                 found[(name if not packed else "cache.{}.index_packed").format(index)] = value.clone()
     return found
 
@@ -67,7 +67,7 @@ def main(config: str, directory: str, steps: int, batch: int, context: int) -> N
     saved: dict[str, torch.Tensor] = {}
     for step, ids in enumerate(tokens):
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-        values = {"input_ids": ids, "logits": logits, **cache_values(cache)}
+        values = {"input_ids": ids, "logits": logits, **cache_values(cache, hasattr(text, "index_kpool"))}
         saved |= {f"{step}.{name}": value.contiguous().clone() for name, value in values.items()}
     assert not [name for name in sys.modules if name.startswith("kimigraph")]
     save_file(saved, Path(directory) / "steps.safetensors")

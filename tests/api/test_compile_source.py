@@ -59,7 +59,7 @@ def test_a_directory_with_other_files_is_refused_untouched(toy: str, compiled: A
     out.mkdir()
     FOREIGN[what](out)
     before = listing(out)
-    with pytest.raises(UsageError, match="holds files that are no part of an artifact.*another --out"):
+    with pytest.raises(UsageError, match=r"holds files that are no part of an artifact.*another --out"):
         compiled(toy, out)
     assert listing(out) == before
 

@@ -58,7 +58,8 @@ def test_layouts_of_equal_sizes_differ():
         ("conv{channels=4,width=4,columns=2}", "at least width - 1"),
         ("state{layout=kk,dtype=float32,heads=1,key_dim=2,value_dim=3}", "layout must be one of kv, vk"),
         ("index_key{layout=paged,dtype=float32,width=8}", "a paged layout has a page_size"),
-        ("index_key{layout=contiguous,dtype=float8_e4m3fn,width=8}", "dtype must be one of"),
+        ("index_key{layout=contiguous,dtype=float8_e5m2,width=8}", "dtype must be one of"),
+        ("index_key{layout=contiguous,dtype=float8_e4m3fn,width=8}", "scales must be one of power2, amax"),
         ("latent{layout=contiguous,dtype=float32,width=8,rope_dim=0,buffers=3}", "buffers must be 1"),
     ],
 )

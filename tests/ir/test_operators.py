@@ -47,7 +47,8 @@ def test_the_documentation_says_what_an_operator_must_say(name):
         assert known, argument.name
     assert 0 < len(operator.summary) < 80
     source = inspect.getsource(inspect.getmodule(operator.reference))
-    assert "import kimigraph" not in source and "from kimigraph" not in source
+    shared = source.replace("from kimigraph.ir.reference.", "")  # their text comes along into a program
+    assert "import kimigraph" not in shared and "from kimigraph" not in shared
 
 
 @pytest.mark.parametrize("seed", range(12))

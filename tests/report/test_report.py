@@ -73,11 +73,26 @@ def document() -> dict[str, Any]:
 def dumps(tmp_path: Path) -> Path:
     entries = [
         {"index": 0, "pass": "capture", "nodes": 9},
-        {"index": 1, "pass": "tidy{deep=true}", "nodes": 7, "seconds": 0.25, "modified": True, "statistics": {"merged": 2}},
+        {
+            "index": 1,
+            "pass": "tidy{deep=true}",
+            "nodes": 7,
+            "seconds": 0.25,
+            "modified": True,
+            "statistics": {"merged": 2},
+        },
         {"index": 2, "pass": "fuse-it", "nodes": 7, "seconds": 0.5, "modified": False, "statistics": {}},
     ]
     (tmp_path / "timings.json").write_text(json.dumps({"passes": entries}))
-    lines = ["--- a", "+++ b", "@@ -10,3 +10,2 @@", " x = 1", "-y = torch.ops.aten.neg.default(x)  # <b>", "-z = 3", "+z = 4"]
+    lines = [
+        "--- a",
+        "+++ b",
+        "@@ -10,3 +10,2 @@",
+        " x = 1",
+        "-y = torch.ops.aten.neg.default(x)  # <b>",
+        "-z = 3",
+        "+z = 4",
+    ]
     (tmp_path / "001-tidy.diff").write_text("\n".join(lines) + "\n")
     return tmp_path
 
@@ -86,7 +101,14 @@ def test_the_page_says_what_happened(document: dict[str, Any], dumps: Path, tmp_
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels/li_0.py").write_text("def launch(): ...  # a < b\n")
     page = Page(render_report(document, dumps, tmp_path))
-    for part in ("9 nodes before the passes, 4 after", "tidy{deep=true}", "2 merged", "250.0 ms", "-2", "changed nothing"):
+    for part in (
+        "9 nodes before the passes, 4 after",
+        "tidy{deep=true}",
+        "2 merged",
+        "250.0 ms",
+        "-2",
+        "changed nothing",
+    ):
         assert part in page.words, part
     assert "2 sites: topk_1: expected relu" in page.words and "put relu there" in page.words
     assert "matched: topk_1 (topk), relu_1 (relu)" in page.words and "at sigmoid_1, model.py:7" in page.words
@@ -102,7 +124,9 @@ def test_nothing_is_fetched(document: dict[str, Any], dumps: Path) -> None:
     targets = [value for _, name, value in page.attributes if name in ("src", "href", "action", "data", "srcset")]
     assert targets and all(value is not None and value.startswith("#") for value in targets)
     assert not re.search(r"url\(|@import|https?://|fetch\(|XMLHttp|import\(", text)
-    policy = next(value for tag, name, value in page.attributes if tag == "meta" and name == "content" and "src" in str(value))
+    policy = next(
+        value for tag, name, value in page.attributes if tag == "meta" and name == "content" and "src" in str(value)
+    )
     assert policy is not None and policy.startswith("default-src 'none'")
 
 

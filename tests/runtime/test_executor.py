@@ -106,7 +106,7 @@ def test_missing_weights_are_named(built: Path, toy: Any) -> None:
 
 
 def test_a_weight_of_another_shape_or_dtype_is_refused(built: Path, toy: Any) -> None:
-    with pytest.raises(UsageError, match="weight is torch.float64"):
+    with pytest.raises(UsageError, match=r"weight is torch\.float64"):
         Executor(built, {"steps": toy.steps, "weight": toy.weight.double()})
 
 
@@ -156,7 +156,7 @@ def test_a_damaged_artifact_is_refused_before_it_runs(built: Path, toy: Any, tmp
 def test_the_interpreter_cannot_be_had_once_triton_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setitem(sys.modules, "triton", object())
-    with pytest.raises(UsageError, match="TRITON_INTERPRET=1 before the first import of triton.*cpu:reference"):
+    with pytest.raises(UsageError, match=r"TRITON_INTERPRET=1 before the first import of triton.*cpu:reference"):
         require_runnable("cpu")
 
 

@@ -4,7 +4,8 @@
 
 Shapes: ``keys`` [B, T, D], mutated, or pages [P, page, D] with ``block_table`` int32 [B, N] (position p lives in row
 p % page of page block_table[b, p // page]); ``values`` [B, S, D]; ``positions`` integer [B, S], distinct within a
-sequence, below 0 = skip the row. Values are converted to the cache's type. Returns nothing.
+sequence, below 0 = skip the row. Values are converted to the cache's type; bytes, uint8 [., ., D + 4], take them
+under a quantised ``descriptor``. Returns nothing.
 
 Source: the cache update of DeepSeek-V3.2-Exp's indexer. Errors: IndexError, with nothing written, for a position beyond
 the capacity or on an unmapped page (table entry below 0); the fake implementation raises ValueError for shapes that do
@@ -14,7 +15,7 @@ not fit.
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
-from kimigraph.ir.operators.shapes import cache, check, check_integer, check_table
+from kimigraph.ir.operators.shapes import cache, check, check_integer, check_table, key_row
 from kimigraph.ir.reference.index_key_write import index_key_write
 
 _NAME = "index_key_write"
@@ -28,7 +29,8 @@ def _fake(
     block_table: torch.Tensor | None = None,
     descriptor: str = "",
 ) -> None:
-    sizes = check(_NAME, values=(values, "B S D"), keys=(keys, cache(block_table, "D")), positions=(positions, "B S"))
+    row = key_row(_NAME, keys, values.shape[-1], descriptor)
+    sizes = check(_NAME, values=(values, "B S D"), keys=(keys, cache(block_table, row)), positions=(positions, "B S"))
     check_integer(_NAME, positions=positions)
     check_table(_NAME, block_table, sizes["B"])
 

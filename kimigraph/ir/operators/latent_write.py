@@ -5,7 +5,8 @@
 Shapes: ``latent`` [B, T, L] and ``rope`` [B, T, R] or None, mutated, or pages [P, page, .] with ``block_table`` int32
 [B, N] (position p lives in row p % page of page block_table[b, p // page]); ``values`` [B, S, L]; ``rope_values``
 [B, S, R] or None with ``rope``; ``positions`` integer [B, S], distinct within a sequence, below 0 = skip the row.
-Values are converted to the cache's type. Returns nothing.
+Values are converted to the cache's type; where the ``descriptor`` names one buffer, both parts go to the row of
+``latent`` (bytes, uint8, when it is quantised) and there is no ``rope``. Returns nothing.
 
 Source: the cache update of DeepSeek-V3.2-Exp. Errors: IndexError, with nothing written, for a position beyond the
 capacity or on an unmapped page (table entry below 0); the fake implementation raises ValueError for shapes that do not
@@ -15,7 +16,7 @@ fit.
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
-from kimigraph.ir.operators.shapes import cache, check, check_integer, check_table
+from kimigraph.ir.operators.shapes import cache, check, check_integer, check_table, latent_row
 from kimigraph.ir.reference.latent_write import latent_write
 
 _NAME = "latent_write"
@@ -31,13 +32,14 @@ def _fake(
     block_table: torch.Tensor | None = None,
     descriptor: str = "",
 ) -> None:
-    if (rope is None) != (rope_values is None):
+    row = latent_row(_NAME, latent, values.shape[-1], (rope_values, rope), descriptor)
+    if row == "L" and (rope is None) != (rope_values is None):
         raise ValueError(f"{_NAME}: give both rope and rope_values, or neither")
     sizes = check(
         _NAME,
         values=(values, "B S L"),
         rope_values=(rope_values, "B S R"),
-        latent=(latent, cache(block_table, "L")),
+        latent=(latent, cache(block_table, row)),
         rope=(rope, cache(block_table, "R")),
         positions=(positions, "B S"),
     )

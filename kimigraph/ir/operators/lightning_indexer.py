@@ -5,7 +5,8 @@
 Shapes: ``q`` [B, S, H, D]; ``keys`` [B, T, D], or pages [P, page, D] with ``block_table`` int32 [B, T / page], whose
 entries below 0 are unmapped pages (their keys are never visible); ``weights`` [B, S, H], any sign; ``lengths`` integer,
 [] or [B]: keys visible to row 0 (row s sees ``lengths + s``, at most T); ``mask`` bool, expandable to [B, S, T], True =
-visible. With neither, every key is visible. Floating types of any width; sums are fp32. ``scale`` > 0.
+visible. With neither, every key is visible. Floating types of any width; sums are fp32. ``scale`` > 0. Keys may be
+bytes, uint8 [., ., D + 4], under a quantised ``descriptor``.
 
 Returns int32 [B, S, k]: the set of the first min(k, visible) keys under (score descending, index ascending; -0 as +0;
 NaN as -inf), listed in ascending index, then -1. With a block table the ids are logical positions.
@@ -17,7 +18,7 @@ for shapes that do not fit, a scale that is not positive and a negative k.
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
-from kimigraph.ir.operators.shapes import cache, capacity, check, check_integer, check_table
+from kimigraph.ir.operators.shapes import cache, capacity, check, check_integer, check_table, key_row
 from kimigraph.ir.reference.lightning_indexer import lightning_indexer
 
 
@@ -34,7 +35,9 @@ def _fake(
     descriptor: str = "",
 ) -> torch.Tensor:
     name = "lightning_indexer"
-    sizes = check(name, q=(q, "B S H D"), weights=(weights, "B S H"), keys=(keys, cache(block_table, "D")))
+    sizes = check(name, q=(q, "B S H D"), weights=(weights, "B S H"))
+    row = key_row(name, keys, q.shape[-1], descriptor)
+    sizes |= check(name, q=(q, "B S H D"), keys=(keys, cache(block_table, row)))
     check_table(name, block_table, sizes["B"])
     check_integer(name, lengths=lengths)
     if lengths is not None and (lengths.dim() > 1 or lengths.numel() not in (1, sizes["B"])):
@@ -62,7 +65,7 @@ def _cost(
 ) -> Cost:
     batch, tokens, heads, width = q.shape
     total = capacity(keys, block_table)
-    read = batch * total * width * keys.element_size() + nbytes(q, weights, lengths, mask, block_table)
+    read = batch * total * keys.shape[-1] * keys.element_size() + nbytes(q, weights, lengths, mask, block_table)
     written = batch * tokens * k * 4
     return Cost(bytes=read + written, flops=batch * tokens * total * heads * (2 * width + 2))
 

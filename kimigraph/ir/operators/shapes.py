@@ -2,9 +2,11 @@
 
 import torch
 
+from kimigraph.ir.descriptors import IndexKeyDescriptor, LatentDescriptor, parse_descriptor
+
 
 def check(operator: str, **arguments: tuple[torch.Tensor | None, str]) -> dict[str, int]:
-    """Match each tensor with its dimension letters; the same letter must be the same size everywhere.
+    """Match each tensor with its dimension letters or sizes; the same letter must be the same size everywhere.
 
     A tensor that is None is skipped. Returns the sizes by letter. Raises ValueError naming the operator, the argument,
     the shape it has and the one it should have.
@@ -15,7 +17,8 @@ def check(operator: str, **arguments: tuple[torch.Tensor | None, str]) -> dict[s
             continue
         letters, before = pattern.split(), dict(sizes)
         fits = len(letters) == tensor.dim() and all(
-            sizes.setdefault(letter, size) == size for letter, size in zip(letters, tensor.shape, strict=True)
+            (int(letter) if letter.isdigit() else sizes.setdefault(letter, size)) == size
+            for letter, size in zip(letters, tensor.shape, strict=True)
         )
         if not fits:
             known = ", ".join(f"{letter} = {before[letter]}" for letter in letters if letter in before)
@@ -52,3 +55,40 @@ def check_table(operator: str, block_table: torch.Tensor | None, batch: int) -> 
 def capacity(rows: torch.Tensor, block_table: torch.Tensor | None) -> int:
     """Logical positions of one sequence in a cache: T, or pages of the table times page size."""
     return rows.shape[1] if block_table is None else block_table.shape[1] * rows.shape[1]
+
+
+def key_row(operator: str, keys: torch.Tensor, width: int, descriptor: str) -> str:
+    """The last dimension of a cache of index keys, for ``check``: D, or the bytes in which a key of ``width`` is packed.
+
+    Raises ValueError for bytes that the descriptor does not explain.
+    """
+    if keys.dtype != torch.uint8:
+        return "D"
+    packed = parse_descriptor(descriptor) if descriptor else None
+    if not isinstance(packed, IndexKeyDescriptor) or packed.width != width:
+        raise ValueError(f"{operator}: keys are bytes; want a descriptor of keys of {width}, not {descriptor!r}")
+    return str(packed.row)
+
+
+def latent_row(
+    operator: str,
+    latent: torch.Tensor,
+    width: int,
+    rope_parts: tuple[torch.Tensor | None, torch.Tensor | None],
+    descriptor: str,
+) -> str:
+    """The last dimension of a latent cache, for ``check``: L, or the size of a row that holds the rope part too.
+
+    ``rope_parts`` is the rope operand beside the latent one of ``width`` (query or new values), and the rope cache: both
+    or neither are given, but for rows of one buffer no rope cache is. Raises ValueError where they do not fit.
+    """
+    given, rope = rope_parts
+    packed = parse_descriptor(descriptor) if descriptor else None
+    if isinstance(packed, LatentDescriptor) and packed.buffers == 1:
+        sizes = (width, 0 if given is None else given.shape[-1])
+        if sizes != (packed.width, packed.rope_dim) or rope is not None:
+            raise ValueError(f"{operator}: operands of {sizes[0]} + {sizes[1]} columns do not fit the cache {packed}")
+        return str(packed.row)
+    if latent.dtype == torch.uint8:
+        raise ValueError(f"{operator}: latent is bytes; want a descriptor of one buffer, not {descriptor!r}")
+    return "L"

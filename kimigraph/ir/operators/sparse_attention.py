@@ -5,7 +5,8 @@
 
 Shapes: ``q_latent`` [B, S, H, L]; ``q_rope`` [B, S, H, R] or None; ``latent`` [B, T, L] and ``rope`` [B, T, R] (both
 rope operands or neither), or pages [P, page, .] with ``block_table`` int32 [B, T / page]; ``indices`` int32 [B, S, K],
-logical positions. An index below 0, beyond T, or on an unmapped page (table entry below 0) counts as nothing. ``scale``
+logical positions. Where the ``descriptor`` names one buffer, rows of ``latent`` hold both parts (bytes, uint8, when it
+is quantised) and ``rope`` is None. An index below 0, beyond T, or on an unmapped page (table entry below 0) counts as nothing. ``scale``
 is that of the un-absorbed head dim. Floating types of any width; arithmetic is fp32.
 
 Returns ``out`` [B, S, H, L] in the type of ``q_latent`` and ``lse`` fp32 [B, S, H]. A row without a valid index gives 0
@@ -18,7 +19,7 @@ ValueError for shapes that do not fit.
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
-from kimigraph.ir.operators.shapes import cache, check, check_integer, check_table
+from kimigraph.ir.operators.shapes import cache, check, check_integer, check_table, latent_row
 from kimigraph.ir.reference.sparse_attention import sparse_attention
 
 
@@ -34,13 +35,14 @@ def _fake(
     descriptor: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     name = "sparse_attention"
-    if (q_rope is None) != (rope is None):
+    row = latent_row(name, latent, q_latent.shape[-1], (q_rope, rope), descriptor)
+    if row == "L" and (q_rope is None) != (rope is None):
         raise ValueError(f"{name}: give both q_rope and rope, or neither")
     sizes = check(
         name,
         q_latent=(q_latent, "B S H L"),
         q_rope=(q_rope, "B S H R"),
-        latent=(latent, cache(block_table, "L")),
+        latent=(latent, cache(block_table, row)),
         rope=(rope, cache(block_table, "R")),
         indices=(indices, "B S K"),
     )
@@ -61,9 +63,9 @@ def _cost(
     descriptor: str = "",
 ) -> Cost:
     batch, tokens, heads, width = q_latent.shape
-    rope_width = 0 if rope is None else rope.shape[-1]
+    rope_width = 0 if q_rope is None else q_rope.shape[-1]
     picks = batch * tokens * indices.shape[-1]
-    gathered = picks * (width + rope_width) * latent.element_size()
+    gathered = picks * (latent.shape[-1] + (0 if rope is None else rope_width)) * latent.element_size()
     return Cost(
         bytes=gathered + 2 * nbytes(q_latent) + nbytes(q_rope, indices, block_table) + batch * tokens * heads * 4,
         flops=2 * picks * heads * (2 * width + rope_width),

@@ -2,6 +2,8 @@
 
 import torch
 
+from kimigraph.ir.reference.cache_bytes import descriptor_fields, index_key_planes, quantise
+
 
 def index_key_write(
     keys: torch.Tensor,
@@ -27,4 +29,10 @@ def index_key_write(
             at = int((block < 0).nonzero()[0])
             place = f"position {int(position[at])} of sequence {int(sequence[at])}"
             raise IndexError(f"index_key_write: {place} lies on a page that is not mapped")
+    if keys.dtype == torch.uint8:
+        planes = index_key_planes(keys)
+        parts = quantise(values[sequence, token], values.shape[-1], descriptor_fields(descriptor)["scales"])
+        for plane, part in zip(planes, parts, strict=True):
+            plane[block, row] = part.view(torch.uint8)
+        return
     keys[block, row] = values[sequence, token].to(keys.dtype)

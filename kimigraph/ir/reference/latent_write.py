@@ -2,6 +2,8 @@
 
 import torch
 
+from kimigraph.ir.reference.cache_bytes import latent_bytes
+
 
 def latent_write(
     latent: torch.Tensor,
@@ -27,6 +29,14 @@ def latent_write(
             at = int((block < 0).nonzero()[0])
             place = f"position {int(position[at])} of sequence {int(sequence[at])}"
             raise IndexError(f"latent_write: {place} lies on a page that is not mapped")
-    latent[block, row] = values[sequence, token].to(latent.dtype)
-    if rope is not None and rope_values is not None:
-        rope[block, row] = rope_values[sequence, token].to(rope.dtype)
+    new = values[sequence, token]
+    new_rope = None if rope_values is None else rope_values[sequence, token]
+    if latent.dtype == torch.uint8:
+        latent[block, row] = latent_bytes(new, new_rope, descriptor)
+        return
+    if rope is None and new_rope is not None:
+        latent[block, row] = torch.cat([new, new_rope], dim=-1).to(latent.dtype)
+        return
+    latent[block, row] = new.to(latent.dtype)
+    if rope is not None and new_rope is not None:
+        rope[block, row] = new_rope.to(rope.dtype)

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from kimigraph.ir.reference.cache_bytes import read_index_keys
+
 
 def lightning_indexer(
     q: torch.Tensor,
@@ -20,6 +22,8 @@ def lightning_indexer(
     """See ``kimigraph.ir.operators.lightning_indexer``: scores, then the exact set of the first k, listed ascending."""
     batch, tokens, page = q.shape[0], q.shape[1], keys.shape[1]
     total = page if block_table is None else block_table.shape[1] * page
+    if keys.dtype == torch.uint8:
+        keys = read_index_keys(keys)
     visible = torch.ones(batch, tokens, total, dtype=torch.bool, device=q.device)
     if block_table is not None:
         keys = keys[block_table.clamp_min(0).long()].flatten(1, 2)

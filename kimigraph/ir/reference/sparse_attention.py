@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from kimigraph.ir.reference.cache_bytes import read_latents
+
 
 def sparse_attention(
     q_latent: torch.Tensor,
@@ -29,6 +31,8 @@ def sparse_attention(
         valid = valid & (block >= 0)
         row = block.clamp_min(0) * page + logical % max(page, 1)
     # A row that counts as nothing is zero before the products, whatever stands in the cache there.
+    if latent.dtype == torch.uint8 or (q_rope is not None and rope is None):
+        latent, rope = read_latents(latent, descriptor)
     values = _rows(latent, row, valid)
     scores = torch.einsum("bshl,bskl->bshk", q_latent.float(), values)
     if q_rope is not None and rope is not None:

@@ -1,0 +1,213 @@
+# pyright: basic
+# Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
+"""Exact top k of a row of score codes that several programs share, each with its slice; listed in ascending index.
+
+A histogram of 4096 bins narrows the row to the codes of one bin, in parallel; as long as too many keys share the bin,
+another histogram splits it. The few candidates left (or the ties of a single code) are settled by every program for
+itself, so that it knows where its own winners go without another meeting.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def order_code(score):
+    """float32 -> uint32 with the same order; -0 as +0, NaN as -inf. No score gives 0, which marks hidden keys."""
+    score = tl.where(score != score, float("-inf"), score)
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
+    return bits ^ tl.where((bits >> 31) != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
+
+
+@triton.jit
+def meet(arrivals, SPLITS: tl.constexpr):
+    """Wait until the SPLITS programs of a row have come here; what they wrote before is then visible.
+
+    The counter only grows and may wrap around: SPLITS is a power of two.
+    """
+    tl.debug_barrier()
+    if SPLITS > 1:
+        seen = (tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1).to(tl.uint32, bitcast=True)
+        target = ((seen - 1) & (0xFFFFFFFF - (SPLITS - 1))) + SPLITS
+        while (seen - target).to(tl.int32, bitcast=True) < 0:
+            seen = tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu").to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def first_step(anchor):
+    """The step, an exponent and 7 mantissa bits, at which the window of the histogram opens: 12 binades below."""
+    exponent = tl.load(anchor)
+    exponent = tl.where(exponent == 0, 127, exponent)
+    return (tl.maximum(exponent, 13) - 12) << 7
+
+
+@triton.jit
+def code_bin(code, first):
+    """4096 bins in the order of the codes: 128 for each of 16 binades, both signs; what lies outside joins the ends."""
+    positive = code >= 0x80000000
+    magnitude = tl.where(positive, code ^ 0x80000000, code ^ 0x7FFFFFFF).to(tl.int32, bitcast=True)
+    step = tl.minimum(tl.maximum((magnitude >> 16) - first, 0), 2047)
+    return tl.where(positive, 2048 + step, 2047 - step)
+
+
+@triton.jit
+def bin_range(bin, first):
+    """The codes of a bin, int64: the first, and the one after the last."""
+    positive = bin >= 2048
+    step = tl.where(positive, bin - 2048, 2047 - bin)
+    low = tl.where(step == 0, 0, (first + step).to(tl.int64) << 16)
+    high = tl.where(step == 2047, 0x80000000, (first + step + 1).to(tl.int64) << 16)
+    begin = tl.where(positive, 0x80000000 + low, 0x80000000 - high)
+    end = tl.where(positive, 0x80000000 + high, 0x80000000 - low)
+    return tl.maximum(begin, 1), end
+
+
+@triton.jit
+def bin_place(bin):
+    """Neighbouring bins, which are hot together, lie in different sectors of the L2 cache."""
+    return (bin & 63) * 64 + (bin >> 6)
+
+
+@triton.jit
+def count_bins(histogram, bin, counted):
+    """Add to the histogram; eight neighbours of one bin, as in rows of ties, count as one addition."""
+    EIGHTS: tl.constexpr = bin.shape[0] // 8
+    marked = tl.reshape(tl.where(counted, bin, -1), (EIGHTS, 8))
+    same = tl.max(marked, 1) == tl.min(marked, 1)
+    leads = (tl.arange(0, 8) == 0)[None, :]
+    number = tl.where(same[:, None], tl.where(leads, 8, 0), 1)
+    place = histogram + bin_place(marked)
+    tl.atomic_add(place, number, mask=(marked >= 0) & (number > 0), sem="relaxed")
+
+
+@triton.jit
+def bin_of_rank(histogram, wanted):
+    """The bin of the ``wanted``-th largest code, how many codes stand in the bins above, and how many in it.
+
+    Needs at least ``wanted`` codes. Counts are below 2 ** 24.
+    """
+    coarse = tl.arange(0, 64)
+    fine = tl.arange(0, 64)
+    # Read past the L1 cache: other programs wrote this.
+    counts = tl.load(histogram + fine[None, :] * 64 + coarse[:, None], cache_modifier=".cg")
+    by_coarse = tl.sum(counts, 1)
+    at_least = tl.cumsum(by_coarse, 0, reverse=True)
+    packed = tl.sum(tl.where(at_least < wanted, by_coarse.to(tl.int64), 1 << 32), 0)
+    block = (packed >> 32).to(tl.int32) - 1
+    above = (packed & 0xFFFFFFFF).to(tl.int32)
+    inner = tl.load(histogram + fine * 64 + block, cache_modifier=".cg")
+    at_least = tl.cumsum(inner, 0, reverse=True) + above
+    packed = tl.sum(tl.where(at_least < wanted, inner.to(tl.int64), 1 << 32), 0)
+    place = (packed >> 32).to(tl.int32) - 1
+    count = tl.load(histogram + place * 64 + block, cache_modifier=".cg")
+    return block * 64 + place, above + (packed & 0xFFFFFFFF).to(tl.int32), count
+
+
+@triton.jit
+def refine_shift(begin, end):
+    """How far the codes of a range are to be shifted so that they fall into 4096 bins."""
+    shift = tl.full([], 0, tl.int32)
+    while ((end - begin - 1) >> shift) > 4095:
+        shift += 1
+    return shift
+
+
+@triton.jit
+def count_slice(codes, low, high, histogram, begin, end, TILE: tl.constexpr):
+    """Add this program's codes between ``begin`` and ``end`` to a finer histogram."""
+    shift = refine_shift(begin, end)
+    for start in range(low, high, TILE):
+        position = start + tl.arange(0, TILE)
+        code = tl.load(codes + position, mask=position < high, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+        inside = (code >= begin) & (code < end) & (position < high)
+        count_bins(histogram, tl.where(inside, (code - begin) >> shift, 0).to(tl.int32), inside)
+
+
+@triton.jit
+def narrow(histogram, begin, end, wanted):
+    """The range of the ``wanted``-th largest code by a finer histogram; how many are wanted in it, how many it has."""
+    shift = refine_shift(begin, end)
+    bin, above, count = bin_of_rank(histogram, wanted)
+    begin += bin.to(tl.int64) << shift
+    return begin, tl.minimum(begin + (1 << shift.to(tl.int64)), end), wanted - above, count
+
+
+@triton.jit
+def collect_slice(
+    codes, low, high, begin, end, count, candidates, candidate_count, above_counts, tie_counts,
+    MOST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Count this program's codes above the range and in it; up to MOST codes in it in the row join the candidates."""
+    above = tl.zeros([TILE], tl.int32)
+    ties = tl.zeros([TILE], tl.int32)
+    for start in range(low, high, TILE):
+        position = start + tl.arange(0, TILE)
+        code = tl.load(codes + position, mask=position < high, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+        inside = (code >= begin) & (code < end)
+        above += (code >= end).to(tl.int32)
+        ties += inside.to(tl.int32)
+        if count <= MOST:
+            place = tl.atomic_add(candidate_count + tl.zeros([TILE], tl.int32), 1, mask=inside, sem="relaxed")
+            tl.store(candidates + place, (code << 32) | position, mask=inside)
+    tl.store(above_counts, tl.sum(above, 0))
+    if count > MOST:
+        tl.store(tie_counts, tl.sum(ties, 0))
+
+
+@triton.jit
+def settle(
+    candidates, count, begin, wanted, above_counts, tie_counts, low, split,
+    MOST: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The last winner's code, how many keys of just that code win, and how many keys of the slices before this one lie
+    above it and at it."""
+    part = tl.arange(0, SPLITS)
+    before = tl.load(above_counts + part, mask=part < split, other=0, cache_modifier=".cg")
+    if count <= MOST:
+        own = tl.arange(0, MOST)
+        packed = tl.load(candidates + own, mask=own < count, other=0, cache_modifier=".cg")
+        code = packed >> 32
+        larger = tl.zeros([MOST], tl.int32)
+        for start in range(0, count, 16):
+            other = start + tl.arange(0, 16)
+            rivals = tl.load(candidates + other, mask=other < count, other=0) >> 32
+            larger += tl.sum((rivals[None, :] > code[:, None]).to(tl.int32), 1)
+        # Ranks among the candidates: the code with fewer than ``wanted`` larger ones that is the smallest.
+        offset = tl.where((own < count) & (larger < wanted), code - begin, 0x7FFFFFFF).to(tl.int32)
+        last = tl.min(offset, 0)
+        threshold = begin + last
+        earlier = (own < count) & ((packed & 0xFFFFFFFF) < low)
+        fields = ((code > threshold) & (own < count)).to(tl.int32)
+        fields += (earlier & (code == threshold)).to(tl.int32) << 10
+        fields += (earlier & (code > threshold)).to(tl.int32) << 20
+        sums = tl.sum(fields, 0)
+        ties = wanted - (sums & 0x3FF)
+        ties_before = (sums >> 10) & 0x3FF
+        above_before = (sums >> 20) + tl.sum(before, 0)
+    else:
+        threshold = begin
+        ties = wanted
+        above_before = tl.sum(before, 0)
+        ties_before = tl.sum(tl.load(tie_counts + part, mask=part < split, other=0, cache_modifier=".cg"), 0)
+    return threshold, ties, above_before, ties_before
+
+
+@triton.jit
+def list_slice(codes, low, high, threshold, ties, above_before, ties_before, out, TILE: tl.constexpr):
+    """Write this program's winners, in ascending index, where those of the slices before end."""
+    for start in range(low, high, TILE):
+        position = start + tl.reshape(tl.arange(0, TILE), (TILE // 32, 32))
+        code = tl.load(codes + position, mask=position < high, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+        above = (code > threshold).to(tl.int32)
+        equal = ((code == threshold) & (code != 0)).to(tl.int32)
+        marks = (above << 16) | equal
+        in_row = tl.sum(marks, 1)
+        rows_before = tl.cumsum(in_row, 0) - in_row
+        running = tl.cumsum(marks, 1) + rows_before[:, None]
+        above_rank = above_before + (running >> 16)
+        tie_rank = ties_before + (running & 0xFFFF)
+        wins = (above != 0) | ((equal != 0) & (tie_rank <= ties))
+        tl.store(out + above_rank + tl.minimum(tie_rank, ties) - 1, position, mask=wins)
+        total = tl.sum(in_row, 0)
+        above_before += total >> 16
+        ties_before += total & 0xFFFF

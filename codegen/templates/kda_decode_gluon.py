@@ -1,0 +1,212 @@
+# pyright: basic
+# Kernel text: inside @triton.jit and @gluon.jit, names are tensors of a language that type checkers do not know.
+"""One KDA step with its neighbours in one launch, for heads of 128 on NVIDIA GPUs: 8 warps own one head's state.
+
+Every load is issued before the first arithmetic, and q, k, the gate and v go through convolution, SiLU and gate as the
+rows of one tile, so that what is around the state costs no time of its own.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kimigraph.codegen.templates.kda_gate import log_decay, sigmoid
+
+CONSTANTS: dict[str, Any] = {}
+
+
+@gluon.jit
+def add_pairs(a, b, c, d):
+    """The sum of two pairs, for one reduction of two tensors."""
+    return a + c, b + d
+
+
+@gluon.jit
+def load_state(place, STREAM: gl.constexpr):
+    """A tile of the state in fp32; ``STREAM`` keeps it from displacing what other programs still need."""
+    if STREAM:
+        value = gl.load(place, eviction_policy="evict_first")
+    else:
+        value = gl.load(place)
+    return value.to(gl.float32)
+
+
+@gluon.jit
+def store_state(place, value, STREAM: gl.constexpr):
+    """Write a tile of the state in its own type."""
+    if STREAM:
+        gl.store(place, value.to(place.dtype.element_ty), cache_modifier=".cs")
+    else:
+        gl.store(place, value.to(place.dtype.element_ty))
+
+
+@gluon.jit
+def kda_step(
+    qkv,
+    conv_weight,
+    conv_state,
+    gate,
+    dt_bias,
+    a_log,
+    beta,
+    state,
+    out_gate,
+    norm_weight,
+    slots,
+    out,
+    S: gl.constexpr,
+    H: gl.constexpr,
+    SCALE: gl.constexpr,
+    L2_EPS: gl.constexpr,
+    LOWER_BOUND: gl.constexpr,
+    NORM_EPS: gl.constexpr,
+    QKV_STRIDE: gl.constexpr,
+    TAP_STRIDE: gl.constexpr,
+    CONV_STRIDE: gl.constexpr,
+    GATE_STRIDE: gl.constexpr,
+    BIAS_STRIDE: gl.constexpr,
+    RATE_STRIDE: gl.constexpr,
+    BETA_STRIDE: gl.constexpr,
+    STATE_STRIDE: gl.constexpr,
+    OUT_GATE_STRIDE: gl.constexpr,
+    NORM_STRIDE: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STREAM: gl.constexpr,
+):
+    """All S tokens of one (sequence, head). The state [V, K] is taken in ``BLOCKS`` parts of V, one ahead of its use."""
+    D: gl.constexpr = 128
+    WARPS: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = D // BLOCKS
+    # A row of K channels lies in 8 lanes, 16 bytes each: a sum over it is within a thread and three exchanges.
+    TILE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    VALUES: gl.constexpr = gl.SliceLayout(1, TILE)
+    KEYS: gl.constexpr = gl.SliceLayout(0, TILE)
+    CHANNELS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    program = gl.program_id(0)
+    head = program % H
+    sequence = (program // H).to(gl.int64)
+    if slots is None:
+        slot = sequence
+    else:
+        slot = gl.load(slots + sequence).to(gl.int64)
+    v = gl.arange(0, ROWS, layout=VALUES)
+    k = gl.arange(0, D, layout=KEYS)
+    place = state + slot * STATE_STRIDE[0] + head.to(gl.int64) * STATE_STRIDE[1]
+    place = place + gl.expand_dims(v * STATE_STRIDE[2], 1) + gl.expand_dims(k, 0)
+
+    row = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, CHANNELS)), 1)
+    at = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHANNELS)), 0)
+    is_gate = (row == 2) & (at >= 0)
+    mixes = (row != 2) & (at >= 0)
+    channel = gl.where(row == 3, 2, row) * (H * D) + head * D + at
+    conv_place = conv_state + slot * CONV_STRIDE[0] + channel * CONV_STRIDE[1]
+    tap_place = conv_weight + channel * TAP_STRIDE[0]
+    x_place = qkv + sequence * QKV_STRIDE[0] + channel * QKV_STRIDE[2]
+    gate_place = gate + sequence * GATE_STRIDE[0] + head * GATE_STRIDE[2] + at * GATE_STRIDE[3] + row * 0
+    beta_place = beta + sequence * BETA_STRIDE[0] + head * BETA_STRIDE[2]
+
+    x = gl.load(x_place, mask=mixes, other=0.0)
+    logit = gl.load(gate_place, mask=is_gate, other=0.0)
+    strength = gl.load(beta_place)
+    old0 = gl.load(conv_place, mask=mixes, other=0.0)
+    old1 = gl.load(conv_place + CONV_STRIDE[2], mask=mixes, other=0.0)
+    old2 = gl.load(conv_place + 2 * CONV_STRIDE[2], mask=mixes, other=0.0)
+    tap0 = gl.load(tap_place, mask=mixes, other=0.0).to(gl.float32)
+    tap1 = gl.load(tap_place + TAP_STRIDE[1], mask=mixes, other=0.0).to(gl.float32)
+    tap2 = gl.load(tap_place + 2 * TAP_STRIDE[1], mask=mixes, other=0.0).to(gl.float32)
+    tap3 = gl.load(tap_place + 3 * TAP_STRIDE[1], mask=mixes, other=0.0).to(gl.float32)
+    bias_place = dt_bias + head * BIAS_STRIDE[0] + at * BIAS_STRIDE[1] + row * 0
+    bias = gl.load(bias_place, mask=is_gate, other=0.0).to(gl.float32)
+    rate = gl.load(a_log + head * RATE_STRIDE).to(gl.float32)
+    ahead = load_state(place, STREAM)
+    rate = gl.exp(rate)
+
+    # q, k, exp(g) and v of a token pass from their own layout to that of the state.
+    exchange = gl.allocate_shared_memory(gl.float32, [4, D], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    flat = exchange._reinterpret(gl.float32, [4 * D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for token in gl.static_range(S):
+        if token > 0:
+            old0 = old1
+            old1 = old2
+            old2 = x.to(old0.dtype)
+            x = gl.load(x_place + token * QKV_STRIDE[1], mask=mixes, other=0.0)
+            logit = gl.load(gate_place + token * GATE_STRIDE[1], mask=is_gate, other=0.0)
+            strength = gl.load(beta_place + token * BETA_STRIDE[1])
+        out_gates = ()
+        factors = ()
+        for block in gl.static_range(BLOCKS):
+            channel_v = block * ROWS + v
+            if out_gate is not None:
+                out_gate_place = out_gate + sequence * OUT_GATE_STRIDE[0] + token * OUT_GATE_STRIDE[1]
+                out_gate_place = out_gate_place + head * OUT_GATE_STRIDE[2] + channel_v * OUT_GATE_STRIDE[3]
+                out_gates = out_gates + (gl.load(out_gate_place),)
+            if norm_weight is not None:
+                factors = factors + (gl.load(norm_weight + channel_v * NORM_STRIDE),)
+        mixed = old0.to(gl.float32) * tap0 + old1.to(gl.float32) * tap1 + old2.to(gl.float32) * tap2
+        mixed = mixed + x.to(gl.float32) * tap3
+        if LOWER_BOUND is None:
+            decay = gl.exp(log_decay(logit.to(gl.float32) + bias, rate, None))
+            value = gl.where(is_gate, decay, mixed * sigmoid(mixed))
+        else:
+            # Either row needs one sigmoid: of the mixed inputs for SiLU, of the scaled logit for the bounded gate.
+            mixed = gl.where(is_gate, rate * (logit.to(gl.float32) + bias), mixed)
+            share = sigmoid(mixed)
+            value = gl.where(is_gate, gl.exp(LOWER_BOUND * share), mixed * share)
+        norm = gl.expand_dims(gl.rsqrt(gl.sum(value * value, 1) + L2_EPS), 1)
+        value = value * gl.where(row == 0, norm * SCALE, gl.where(row == 1, norm, 1.0))
+        exchange.store(value)
+        query = exchange.slice(0, 1, 0).load(TILE)
+        key = exchange.slice(1, 1, 0).load(TILE)
+        decay = exchange.slice(2, 1, 0).load(TILE)
+        agreement = gl.sum(gl.reshape(query * key, [D]), 0)
+        squares = gl.zeros([ROWS], gl.float32, layout=VALUES)
+        results = ()
+        for block in gl.static_range(BLOCKS):
+            memory = ahead * decay
+            if block + 1 < BLOCKS:
+                ahead = load_state(place + (block + 1) * ROWS * STATE_STRIDE[2], STREAM)
+            value = flat.slice(3 * D + block * ROWS, ROWS, 0).load(VALUES)
+            # The read-out of the new state is that of the decayed one plus delta * (k . q): one sweep over the state.
+            recalled, read = gl.reduce((memory * key, memory * query), 1, add_pairs)
+            delta = sigmoid(strength.to(gl.float32)) * (value - recalled)
+            result = read + delta * agreement
+            memory = memory + gl.expand_dims(delta, 1) * key
+            if S == 1:
+                store_state(place + block * ROWS * STATE_STRIDE[2], memory, STREAM)
+            else:
+                ahead = memory
+            squares += result * result
+            results = results + (result,)
+        if token + 1 == S:
+            # Every read of the convolution state came before the exchange above.
+            gl.store(conv_place, old1, mask=mixes)
+            gl.store(conv_place + CONV_STRIDE[2], old2, mask=mixes)
+            gl.store(conv_place + 2 * CONV_STRIDE[2], x.to(old0.dtype), mask=mixes)
+        if norm_weight is not None:
+            scale = gl.rsqrt(gl.sum(squares, 0) / D + NORM_EPS)
+        out_row = out + ((sequence * S + token) * H + head) * D
+        for block in gl.static_range(BLOCKS):
+            result = results[block]
+            if norm_weight is not None:
+                result = result * scale * factors[block].to(gl.float32)
+            if out_gate is not None:
+                result = result * sigmoid(out_gates[block].to(gl.float32))
+            gl.store(out_row + block * ROWS + v, result.to(out.dtype.element_ty))
+    if S > 1:
+        store_state(place, ahead, STREAM)
+
+
+def launch(
+    qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate=None, norm_weight=None, slots=None
+):
+    """The operator's tensors in schema order -> [B, S, H, V]; ``conv_state`` and ``state`` change in place."""
+    out = torch.empty(CONSTANTS["out"], dtype=qkv.dtype, device=qkv.device)
+    kda_step[CONSTANTS["grid"]](
+        qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight, slots, out,
+        **CONSTANTS["kda_step"], **CONSTANTS["options"],
+    )  # fmt: skip
+    return out

@@ -1,0 +1,1 @@
+"""What kernels take on this machine's GPU, beside public kernels that do the same work."""

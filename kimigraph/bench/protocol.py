@@ -1,0 +1,72 @@
+"""How a time is taken: calls inside one CUDA graph, inputs rotated through more memory than the L2 cache holds."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+COLD_BYTES = 240 * 2**20  # four times the L2 cache of an H200
+REPLAYS = 11
+CALLS = 20
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call over the replays."""
+
+    median: float
+    least: float
+    most: float
+
+    def as_dict(self) -> dict[str, float]:
+        """For JSON, to a nanosecond."""
+        return {name: round(value, 3) for name, value in asdict(self).items()}
+
+
+def sets_for_cold_cache(nbytes: int, most: int = 256) -> int:
+    """How many input sets of ``nbytes`` each make every call find its inputs outside the L2 cache."""
+    return max(2, min(most, COLD_BYTES // max(nbytes, 1) + 1))
+
+
+def time_in_graph(calls: Sequence[Call], at_least: int = CALLS, replays: int = REPLAYS) -> Timing:
+    """Time ``calls``, one an input set, in turn: one graph of ``at_least`` calls, replayed; events around a replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    count = max(at_least, len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(count):
+            calls[number % len(calls)]()
+    graph.replay()
+    times: list[float] = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / count)
+    return Timing(statistics.median(times), min(times), max(times))
+
+
+def ceilings() -> dict[str, float]:
+    """What the device gives at most: copy rate (bytes read and written), and the cost of an empty graph node."""
+    source = torch.empty(2**30, dtype=torch.int16, device="cuda").random_()
+    target = torch.empty_like(source)
+    copy = time_in_graph([lambda: target.copy_(source)], at_least=2, replays=5)
+    tiny = torch.empty(1, device="cuda")
+    node = time_in_graph([lambda: tiny.zero_()], at_least=100, replays=5)
+    return {"copy_tb_per_s": round(4 * source.numel() / copy.median / 1e6, 3), "node_us": round(node.median, 3)}
+
+
+def relative_error(value: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The norm of the difference over the norm of ``wanted``."""
+    return float((value.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-300))

@@ -1,0 +1,73 @@
+"""Bytes of quantised caches: what references read from them and write to them."""
+
+import torch
+
+
+def descriptor_fields(descriptor: str) -> dict[str, str]:
+    """The fields of a descriptor's text form."""
+    items = descriptor.partition("{")[2].rstrip("} ").split(",")
+    return {name.strip(): value.strip() for name, _, value in (item.partition("=") for item in items)}
+
+
+def quantise(values: torch.Tensor, tile: int, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., W] -> e4m3 [..., W] and fp32 scales [..., W / tile], by which the e4m3 values are to be multiplied.
+
+    A scale is amax / 448 of its tile, or under the rule "power2" the next power of two; amax counts as 1e-4 at least.
+    """
+    tiles = values.float().unflatten(-1, (-1, tile))
+    scales = tiles.abs().amax(dim=-1).clamp_min(1e-4) / 448.0
+    if rule == "power2":
+        mantissa, exponent = torch.frexp(scales)
+        scales = torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    scaled = (tiles / scales.unsqueeze(-1)).clamp(-448.0, 448.0)
+    return scaled.flatten(-2).to(torch.float8_e4m3fn), scales
+
+
+def dequantise(bytes_: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., W] holding e4m3, and fp32 [..., W / tile] -> fp32 [..., W]."""
+    values = bytes_.contiguous().view(torch.float8_e4m3fn).float()
+    return (values.unflatten(-1, (scales.shape[-1], -1)) * scales.unsqueeze(-1)).flatten(-2)
+
+
+def index_key_planes(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 [P, page, W + 4] -> views: e4m3 bytes [P, page, W], and the bytes of the fp32 scales [P, page, 4]."""
+    page, width = pages.shape[1], pages.shape[2] - 4
+    flat = pages.view(pages.shape[0], -1)
+    return flat[:, : page * width].view(-1, page, width), flat[:, page * width :].view(-1, page, 4)
+
+
+def read_index_keys(pages: torch.Tensor) -> torch.Tensor:
+    """uint8 [P, page, W + 4] -> fp32 [P, page, W]."""
+    values, scales = index_key_planes(pages)
+    return dequantise(values, scales.contiguous().view(torch.float32))
+
+
+def latent_columns(descriptor: str) -> tuple[slice, slice, slice]:
+    """Where the e4m3 values, the fp32 scales and the bf16 rope part of a quantised row stand, in bytes."""
+    fields = descriptor_fields(descriptor)
+    width, rope = int(fields["width"]), 2 * int(fields["rope_dim"])
+    scales = 4 * (width // int(fields["tile"]))
+    end = width + scales + rope
+    if fields["order"] == "scales_rope":
+        return slice(0, width), slice(width, width + scales), slice(width + scales, end)
+    return slice(0, width), slice(width + rope, end), slice(width, width + rope)
+
+
+def read_latents(rows: torch.Tensor, descriptor: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [..., row] of a cache of one buffer -> fp32 latent [..., width] and rope part [..., rope_dim]."""
+    if rows.dtype != torch.uint8:
+        width = int(descriptor_fields(descriptor)["width"])
+        return rows[..., :width].float(), rows[..., width:].float()
+    values, scales, rope = latent_columns(descriptor)
+    latent = dequantise(rows[..., values], rows[..., scales].contiguous().view(torch.float32))
+    return latent, rows[..., rope].contiguous().view(torch.bfloat16).float()
+
+
+def latent_bytes(values: torch.Tensor, rope: torch.Tensor | None, descriptor: str) -> torch.Tensor:
+    """[N, width] and [N, rope_dim] -> uint8 [N, row]."""
+    fields = descriptor_fields(descriptor)
+    quantised, scales = quantise(values, int(fields["tile"]), fields["scales"])
+    parts = [quantised.view(torch.uint8), scales.view(torch.uint8)]
+    if rope is not None:
+        parts.insert(2 if fields["order"] == "scales_rope" else 1, rope.to(torch.bfloat16).contiguous().view(torch.uint8))
+    return torch.cat(parts, dim=-1)
