@@ -40,8 +40,8 @@ from kimigraph.passes import (
 from kimigraph.passes.instruments.dump import DumpDirectory
 from kimigraph.report import REPORT_NAME
 from kimigraph.runtime.compile_cache import MODES, CompileCache, Entry, Lookup, digest
-from kimigraph.tools.numerics import CheckNumerics
 from kimigraph.runtime.executor import require_runnable
+from kimigraph.tools.numerics import CheckNumerics
 from kimigraph.tools.publish import publish, reporting_failure
 
 Notify = Callable[[str], None]
@@ -284,7 +284,8 @@ def restore(hit: Lookup, directory: Path, session: Session, source: str) -> Comp
 def _for_session(report: CompileReport, session: Session) -> CompileReport:
     """A copy of a report with this session's times; the seconds of each pass stay when they were asked for."""
     passes = {"per_pass": report.timing["per_pass"]} if session.config.time_passes else {}
-    return replace(report, timing=passes, cache=dict(report.cache), dumps=session.config.dump_passes)
+    numerics = report.numerics if session.config.check_numerics else []
+    return replace(report, timing=passes, numerics=numerics, cache=dict(report.cache), dumps=session.config.dump_passes)
 
 
 @contextmanager

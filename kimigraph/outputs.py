@@ -37,7 +37,7 @@ def _foreign_files(directory: Path) -> list[str]:
 
 
 def _recorded_files(manifest: Path) -> set[str]:
-    """The files of an artifact by its manifest, and what is written beside them; none without an artifact's manifest."""
+    """The files of an artifact by its manifest, and those that come beside them; none without such a manifest."""
     try:
         document: Any = json.loads(manifest.read_bytes())
         assert document["schema_version"] and document["target"]

@@ -105,6 +105,7 @@ def check_selections(captured: Selections, program: dict[str, torch.Tensor], tol
         visible = scores.masked_fill(scores <= HIDDEN, 0.0)
         cut = scores.masked_fill(~want, float("inf")).min(dim=-1, keepdim=True).values
         far = wrong & ((scores - cut).abs() > tolerance * visible.abs().amax(dim=-1, keepdim=True))
+        far |= wrong & (want.sum(-1, keepdim=True) != got.sum(-1, keepdim=True))  # a near-tie swaps, it loses none
         if far.any():
             row, entry = (int(value) for value in far.nonzero()[0])
             raise NumericsError(

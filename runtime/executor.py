@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -109,7 +110,7 @@ class Executor:
         """The inputs that a call takes, in order."""
         return self._caller
 
-    def _fit(self, spec: InputSpec, tensor: torch.Tensor) -> torch.Tensor:
+    def _fit(self, spec: InputSpec, tensor: Any) -> torch.Tensor:
         """The tensor as the program expects it; anything that would change its meaning is an error."""
         if not isinstance(tensor, torch.Tensor):
             raise InputMismatchError(f"{spec.source} is a {type(tensor).__name__}, the program takes a tensor")

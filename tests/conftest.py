@@ -10,8 +10,16 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped where there is none."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked ``slow`` run when asked for; those marked ``gpu`` are skipped where there is none."""
+    if not config.getoption("--slow"):
+        chosen = [item for item in items if "slow" not in item.keywords]
+        config.hook.pytest_deselected(items=[item for item in items if "slow" in item.keywords])
+        items[:] = chosen
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -83,7 +83,7 @@ def build(request: KernelRequest) -> KernelModule:
 
 
 def fits_gluon(constants: dict[str, Any]) -> bool:
-    """Whether the form for heads of 128 serves the step: W - 1 columns of history, K innermost, a few tokens at most."""
+    """Whether the form for heads of 128 serves the step: three columns of history, K innermost, a few tokens."""
     fixed = {"K": GLUON_SIDE, "V": GLUON_SIDE, "W": 4, "N": 3}
     innermost = constants["STATE_STRIDE"][3] == 1
     return (

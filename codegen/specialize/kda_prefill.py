@@ -69,7 +69,16 @@ def build(request: KernelRequest, *, deltas: bool = False) -> KernelModule:
         "BLOCK_N": padded(sequences),
         "INTERPRET": False,
     }
+    fast = narrow and key_dim == value_dim == HOPPER_SIDE and slots > 0 and is_hopper(request.target)
+    paired = fast and bounded
+    if paired:
+        slots += slots % 2
+        absent = ("K", "V", "C", "BOUNDED", "BLOCK_K", "BLOCK_V", "INTERPRET")
+        prepare = {name: value for name, value in prepare.items() if name not in absent}
+    first_name = "prepare_chunk_pairs" if paired else "prepare_chunks"
     prepare_options = {"num_warps": 2 if narrow and block_k * block_v <= 128 * 128 else 8, "num_stages": 1}
+    if paired:
+        prepare_options = {"num_warps": 4, "maxnreg": 168}  # three programs share an SM
     tiles = {
         "reads": (slots, heads, 2 * CHUNK, block_k),
         "values": (slots, heads, CHUNK, block_v),
@@ -82,7 +91,6 @@ def build(request: KernelRequest, *, deltas: bool = False) -> KernelModule:
         "INITIAL_STRIDE": (0, 0, 0, 0) if initial is None else key_first(initial.stride, layout),
         "FINAL_STRIDE": key_first((heads * key_dim * value_dim, key_dim * value_dim, final[3], 1), layout),
     }
-    fast = narrow and key_dim == value_dim == HOPPER_SIDE and slots > 0 and is_hopper(request.target)
     scan, scan_options, tile_v = (hopper_scan if fast else plain_scan)(
         common, state_strides, block_k, block_v, sequences
     )
@@ -92,8 +100,9 @@ def build(request: KernelRequest, *, deltas: bool = False) -> KernelModule:
         "decays": (slots, heads, block_k),
         "out": (batch, tokens, heads, value_dim),
         "final_state": final,
-        "prepare_grid": (heads, slots),
-        "prepare_chunks": prepare,
+        "prepare": first_name,
+        "prepare_grid": (heads, slots // 2 if paired else slots),
+        "prepare_constants": prepare,
         "prepare_options": prepare_options,
         "scan_grid": (block_v // tile_v, heads, sequences),
         "scan_chunks": scan,
@@ -114,9 +123,7 @@ def build(request: KernelRequest, *, deltas: bool = False) -> KernelModule:
         "final_state": "float32",
         "deltas": "float32" if deltas else None,
     }
-    first = ahead_of_time(
-        "prepare_chunks", {**operands, **scratch_types, "decays": "float32"}, prepare, prepare_options
-    )
+    first = ahead_of_time(first_name, {**operands, **scratch_types, "decays": "float32"}, prepare, prepare_options)
     if fast:
         second = with_descriptors(ahead_of_time("scan_chunks", state_types, scan, scan_options), tile_v)
     else:

@@ -1,24 +1,48 @@
-"""Shapes, strides and tiles of the Lightning Indexer's kernel."""
+"""Which of the Lightning Indexer's kernels serves a request, and its shapes, strides and tiles.
 
+One launch on Hopper at the published sizes; two launches of plain Triton for everything else.
+"""
+
+from dataclasses import replace
 from typing import Any
 
 from kimigraph.codegen.kernel import KernelModule, KernelRequest
-from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, expanded, needed, padded, render
+from kimigraph.codegen.specialize import lightning_indexer_hopper
+from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, expanded, needed, padded, refuse, render
 
 TILE = (128, 64, 256)  # keys, heads and channels of one product
 TILE_FP32 = (64, 64, 32)
 SELECT_BLOCK = 4096  # codes a step of the selection; the packed running counts need it below 2 ** 15
 
 
-def build(request: KernelRequest, *, select_block: int = SELECT_BLOCK) -> KernelModule:
-    """``[B, S, H, D]`` queries over ``[B, T, D]`` keys or pages, any sizes; ``select_block`` codes a selection step."""
+def build(request: KernelRequest, *, select_block: int = SELECT_BLOCK, splits: int | None = None) -> KernelModule:
+    """``[B, S, H, D]`` queries over ``[B, T, D]`` keys or pages, any sizes.
+
+    ``select_block`` codes make a selection step of the plain kernel; ``splits`` programs a row ask for the kernel of one
+    launch wherever it can serve.
+    """
+    if lightning_indexer_hopper.serves(request) and (splits is not None or lightning_indexer_hopper.wins(request)):
+        return lightning_indexer_hopper.build(request, splits=splits)
+    return build_plain(request, select_block)
+
+
+def build_plain(request: KernelRequest, select_block: int) -> KernelModule:
+    """Scores in one launch, the selection in another."""
     q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
     lengths, mask, table = (request.tensors.get(name) for name in ("lengths", "mask", "block_table"))
     batch, tokens, heads, width = q.shape
     page = keys.shape[1] if table is not None else 0
     total = keys.shape[1] if table is None else table.shape[1] * page
     top = int(request.attributes["k"])
-    mixed = q.dtype != keys.dtype
+    bytes_of = {"uint8", "float8_e4m3fn"}
+    if keys.dtype == "float8_e4m3fn":
+        raise refuse(request, "keys are e4m3 without scales", "keep them as bytes under a quantised descriptor")
+    if keys.dtype == "uint8" and tuple(keys.stride) != (keys.shape[1] * keys.shape[2], keys.shape[2], 1):
+        raise refuse(request, "pages of bytes are not contiguous", "pass the cache itself, not a view of it")
+    # What is not bf16 after decoding is brought to fp32.
+    mixed = len({"bfloat16" if spec.dtype in bytes_of else spec.dtype for spec in (q, keys)}) > 1
+    if q.dtype == "float8_e4m3fn":
+        q = replace(q, dtype="uint8")
     itemsize = 4 if mixed or q.dtype == "float32" else 2
     # fp32 products run on the plain cores with operands in registers: larger tiles spill.
     block_t, block_h, block_d = TILE if itemsize == 2 else TILE_FP32
@@ -51,6 +75,7 @@ def build(request: KernelRequest, *, select_block: int = SELECT_BLOCK) -> Kernel
         "BLOCK_H": block_h,
         "BLOCK_D": block_d,
         "UPCAST": mixed,
+        "PLANE": keys.shape[1] if keys.dtype == "uint8" else 0,
     }
     select: dict[str, Any] = {
         "S": tokens,

@@ -20,6 +20,8 @@ TRITON_TYPES = {
     "int32": "i32",
     "int64": "i64",
     "bool": "i1",
+    "uint8": "u8",
+    "float8_e4m3fn": "fp8e4nv",
 }
 
 
@@ -34,35 +36,62 @@ def render(op: str, constants: dict[str, Any]) -> str:
     lines[placeholder.lineno - 1] = "CONSTANTS: dict[str, Any] = " + pprint.pformat(
         constants, width=116, sort_dicts=False
     )
-    inline_shared_text(tree, lines, set())
+    shared = _Shared()
+    shared.inline(tree, lines)
+    own = {text for node in tree.body for text in _imported(node)}
+    # After the template's own "import" lines: a file of kernels always has that of torch.
+    last = max(node.lineno for node in tree.body if isinstance(node, ast.Import))
+    lines[last - 1] = "\n".join([lines[last - 1], *sorted(shared.imports - own)])
     return "\n".join(lines[tree.body[0].end_lineno :]).strip() + "\n"
 
 
-def inline_shared_text(tree: ast.Module, lines: list[str], seen: set[str]) -> None:
-    """Replace each import of a template, in ``lines``, by the functions of that template and of those it imports."""
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_TEMPLATE_PACKAGE):
-            assert node.end_lineno is not None
-            for number in range(node.lineno - 1, node.end_lineno):
-                lines[number] = ""
-            name = (node.module or "").removeprefix(_TEMPLATE_PACKAGE)
-            if name not in seen:
-                seen.add(name)
-                lines[node.lineno - 1] = "\n" + _functions(name, seen) + "\n"
+class _Shared:
+    """The text that templates have in common: where one imports another, that one's functions stand in its place."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.imports: set[str] = set()
+
+    def inline(self, tree: ast.Module, lines: list[str]) -> None:
+        """Replace each import of a template in ``lines``, the text of ``tree``; nothing is written twice."""
+        for node in tree.body:
+            name = _template(node)
+            if name is None:
+                continue
+            _blank(node, lines)
+            if name not in self.seen:
+                self.seen.add(name)
+                lines[node.lineno - 1] = "\n" + self._functions(name) + "\n"
+
+    def _functions(self, name: str) -> str:
+        source = (_TEMPLATES / f"{name}.py").read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        lines = source.splitlines()
+        for node in tree.body:
+            if _template(node) is None and (statements := _imported(node)):
+                self.imports |= statements
+                _blank(node, lines)
+        self.inline(tree, lines)
+        return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines[tree.body[0].end_lineno :])).strip()
 
 
-def _functions(name: str, seen: set[str]) -> str:
-    """A shared template without its docstring and its imports; the templates that it imports come first."""
-    source = (_TEMPLATES / f"{name}.py").read_text(encoding="utf-8")
-    tree = ast.parse(source)
-    lines = source.splitlines()
-    for node in tree.body:
-        is_own = isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_TEMPLATE_PACKAGE)
-        if isinstance(node, ast.Import | ast.ImportFrom) and not is_own:
-            assert node.end_lineno is not None
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    inline_shared_text(tree, lines, seen)
-    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines[tree.body[0].end_lineno :])).strip()
+def _imported(node: ast.stmt) -> set[str]:
+    """An import statement as one statement a name; nothing for another statement."""
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        return set()
+    before = f"from {node.module} import" if isinstance(node, ast.ImportFrom) else "import"
+    return {f"{before} {alias.name}" + (f" as {alias.asname}" if alias.asname else "") for alias in node.names}
+
+
+def _template(node: ast.stmt) -> str | None:
+    """The name of the template that the statement imports from, if it does."""
+    module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+    return module.removeprefix(_TEMPLATE_PACKAGE) if module.startswith(_TEMPLATE_PACKAGE) else None
+
+
+def _blank(node: ast.stmt, lines: list[str]) -> None:
+    last = node.end_lineno or node.lineno
+    lines[node.lineno - 1 : last] = [""] * (last - node.lineno + 1)
 
 
 def is_hopper(target: str) -> bool:

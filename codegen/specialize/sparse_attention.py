@@ -1,8 +1,13 @@
-"""Shapes, strides, tiles and split counts of the sparse attention kernel."""
+"""Which sparse attention kernel serves a request, and its shapes, strides, tiles and split counts.
+
+One launch on Hopper at the published sizes; plain Triton, in one launch or two, for everything else.
+"""
 
 from typing import Any
 
 from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
+from kimigraph.codegen.specialize import sparse_attention_hopper
+from kimigraph.codegen.specialize.latent_cache import cache_parts
 from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, needed, padded, refuse, render
 
 PROGRAMS = 128  # about one a streaming multiprocessor: fewer leave some idle, more only add partial results
@@ -45,10 +50,22 @@ def split(rows: int, picks: int, block_k: int, splits: int | None) -> tuple[int,
     return max(ceil_div(picks, each), 1), each
 
 
-def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
-    """Absorbed queries ``[B, S, H, L]`` over listed rows; ``splits`` overrides the number of programs a list."""
-    q_latent, latent, indices = needed(request, "q_latent"), needed(request, "latent"), needed(request, "indices")
-    q_rope, rope, table = (request.tensors.get(name) for name in ("q_rope", "rope", "block_table"))
+def build(request: KernelRequest, *, splits: int | None = None, programs: int | None = None) -> KernelModule:
+    """Absorbed queries ``[B, S, H, L]`` over listed rows.
+
+    ``splits`` overrides the number of programs a list of the plain kernel; ``programs`` asks for the kernel of one
+    launch, with that many, wherever it can serve.
+    """
+    if sparse_attention_hopper.serves(request) and (programs is not None or sparse_attention_hopper.wins(request)):
+        return sparse_attention_hopper.build(request, programs=programs)
+    return build_plain(request, splits)
+
+
+def build_plain(request: KernelRequest, splits: int | None) -> KernelModule:
+    """Any sizes that fit a tile."""
+    q_latent, indices = needed(request, "q_latent"), needed(request, "indices")
+    q_rope, table = (request.tensors.get(name) for name in ("q_rope", "block_table"))
+    latent, rope, scales, columns = cache_parts(request)
     batch, tokens, heads, width = q_latent.shape
     rope_width = 0 if q_rope is None else q_rope.shape[-1]
     if rope_width == 0:
@@ -57,6 +74,8 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
     total = latent.shape[1] if table is None else table.shape[1] * page
     picks = indices.shape[-1]
     dtypes = {spec.dtype for spec in (q_latent, q_rope, latent, rope) if spec is not None}
+    if scales is not None:
+        dtypes = dtypes - {"uint8"} | {"bfloat16"}
     mixed = len(dtypes) > 1
     itemsize = 4 if mixed or "float32" in dtypes else 2
     blocks, stages = tile(request, batch * tokens, table is not None, itemsize)
@@ -75,6 +94,8 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
         "Q_ROPE_STRIDE": (0, 0, 0, 0) if q_rope is None else q_rope.stride,
         "LATENT_STRIDE": latent.stride,
         "ROPE_STRIDE": (0, 0, 0) if rope is None else rope.stride,
+        "SCALE_STRIDE": (0, 0, 0) if scales is None else scales.stride,
+        "SCALED": 0 if scales is None else width // scales.shape[-1],
         "INDEX_STRIDE": indices.stride,
         "TABLE_STRIDE": (0, 0) if table is None else table.stride,
         "SPLITS": parts,
@@ -95,12 +116,14 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
         "attend_split": attend,
         "attend_options": attend_options,
         "merge_splits": merge,
+        "columns": columns,
     }
     operands: dict[str, TensorSpec | str | None] = {
         "q_latent": q_latent,
         "q_rope": q_rope,
         "latent": latent,
         "rope": rope,
+        "scales": scales,
         "indices": indices,
         "block_table": table,
         "out": q_latent.dtype if merge is None else "float32",

@@ -12,28 +12,6 @@ import triton.language as tl
 
 
 @triton.jit
-def order_code(score):
-    """float32 -> uint32 with the same order; -0 as +0, NaN as -inf. No score gives 0, which marks hidden keys."""
-    score = tl.where(score != score, float("-inf"), score)
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
-    return bits ^ tl.where((bits >> 31) != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
-
-
-@triton.jit
-def meet(arrivals, SPLITS: tl.constexpr):
-    """Wait until the SPLITS programs of a row have come here; what they wrote before is then visible.
-
-    The counter only grows and may wrap around: SPLITS is a power of two.
-    """
-    tl.debug_barrier()
-    if SPLITS > 1:
-        seen = (tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") + 1).to(tl.uint32, bitcast=True)
-        target = ((seen - 1) & (0xFFFFFFFF - (SPLITS - 1))) + SPLITS
-        while (seen - target).to(tl.int32, bitcast=True) < 0:
-            seen = tl.atomic_add(arrivals, 0, sem="acquire", scope="gpu").to(tl.uint32, bitcast=True)
-
-
-@triton.jit
 def first_step(anchor):
     """The step, an exponent and 7 mantissa bits, at which the window of the histogram opens: 12 binades below."""
     exponent = tl.load(anchor)
@@ -84,7 +62,7 @@ def count_bins(histogram, bin, counted):
 def bin_of_rank(histogram, wanted):
     """The bin of the ``wanted``-th largest code, how many codes stand in the bins above, and how many in it.
 
-    Needs at least ``wanted`` codes. Counts are below 2 ** 24.
+    The bin is -1 where the histogram holds fewer than ``wanted``; the other two mean nothing then.
     """
     coarse = tl.arange(0, 64)
     fine = tl.arange(0, 64)
@@ -93,14 +71,15 @@ def bin_of_rank(histogram, wanted):
     by_coarse = tl.sum(counts, 1)
     at_least = tl.cumsum(by_coarse, 0, reverse=True)
     packed = tl.sum(tl.where(at_least < wanted, by_coarse.to(tl.int64), 1 << 32), 0)
-    block = (packed >> 32).to(tl.int32) - 1
+    enough = packed >= 1 << 32
+    block = tl.maximum((packed >> 32).to(tl.int32) - 1, 0)
     above = (packed & 0xFFFFFFFF).to(tl.int32)
     inner = tl.load(histogram + fine * 64 + block, cache_modifier=".cg")
     at_least = tl.cumsum(inner, 0, reverse=True) + above
     packed = tl.sum(tl.where(at_least < wanted, inner.to(tl.int64), 1 << 32), 0)
-    place = (packed >> 32).to(tl.int32) - 1
+    place = tl.maximum((packed >> 32).to(tl.int32) - 1, 0)
     count = tl.load(histogram + place * 64 + block, cache_modifier=".cg")
-    return block * 64 + place, above + (packed & 0xFFFFFFFF).to(tl.int32), count
+    return tl.where(enough, block * 64 + place, -1), above + (packed & 0xFFFFFFFF).to(tl.int32), count
 
 
 @triton.jit
@@ -124,7 +103,7 @@ def count_slice(codes, low, high, histogram, begin, end, TILE: tl.constexpr):
 
 
 @triton.jit
-def narrow(histogram, begin, end, wanted):
+def narrow_range(histogram, begin, end, wanted):
     """The range of the ``wanted``-th largest code by a finer histogram; how many are wanted in it, how many it has."""
     shift = refine_shift(begin, end)
     bin, above, count = bin_of_rank(histogram, wanted)
@@ -166,22 +145,22 @@ def settle(
     if count <= MOST:
         own = tl.arange(0, MOST)
         packed = tl.load(candidates + own, mask=own < count, other=0, cache_modifier=".cg")
-        code = packed >> 32
+        code = (packed >> 32) & 0xFFFFFFFF
         larger = tl.zeros([MOST], tl.int32)
         for start in range(0, count, 16):
             other = start + tl.arange(0, 16)
-            rivals = tl.load(candidates + other, mask=other < count, other=0) >> 32
+            rivals = (tl.load(candidates + other, mask=other < count, other=0) >> 32) & 0xFFFFFFFF
             larger += tl.sum((rivals[None, :] > code[:, None]).to(tl.int32), 1)
         # Ranks among the candidates: the code with fewer than ``wanted`` larger ones that is the smallest.
         offset = tl.where((own < count) & (larger < wanted), code - begin, 0x7FFFFFFF).to(tl.int32)
         last = tl.min(offset, 0)
-        threshold = begin + last
+        threshold = tl.where(count > 0, begin + last, 0)
         earlier = (own < count) & ((packed & 0xFFFFFFFF) < low)
         fields = ((code > threshold) & (own < count)).to(tl.int32)
         fields += (earlier & (code == threshold)).to(tl.int32) << 10
         fields += (earlier & (code > threshold)).to(tl.int32) << 20
         sums = tl.sum(fields, 0)
-        ties = wanted - (sums & 0x3FF)
+        ties = tl.where(count > 0, wanted - (sums & 0x3FF), 0)
         ties_before = (sums >> 10) & 0x3FF
         above_before = (sums >> 20) + tl.sum(before, 0)
     else:

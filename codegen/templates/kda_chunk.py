@@ -22,23 +22,22 @@ from kimigraph.codegen.templates.rounding import narrow, product
 def chunk_rows(
     cu_seqlens,
     slot,
+    entry,
     T: tl.constexpr,
     CHUNKS: tl.constexpr,
     SEQUENCES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     C: tl.constexpr,
 ):
     """(row of the first token among its sequence's tensor rows, tokens in the chunk, batch index) of a chunk slot.
 
     Packed sequence n owns the slots from cu_seqlens[n] // C + n on, as many as it has chunks: slots never overlap, and
-    no table of chunks has to be made. Slots between sequences hold no token.
+    no table of chunks has to be made. Slots between sequences hold no token. ``entry`` numbers the sequences.
     """
     if cu_seqlens is None:
         sequence = slot // CHUNKS
         first = (slot % CHUNKS) * C
         count = tl.minimum(T - first, C)
     else:
-        entry = tl.arange(0, BLOCK_N)
         start = tl.load(cu_seqlens + entry, mask=entry < SEQUENCES, other=0).to(tl.int32)
         # Slots of sequences grow strictly, so the owner is the last that begins no later.
         owner = tl.sum(((start // C + entry <= slot) & (entry < SEQUENCES)).to(tl.int32), 0) - 1
@@ -46,7 +45,7 @@ def chunk_rows(
         end = tl.load(cu_seqlens + owner + 1).to(tl.int32)
         first = begin + (slot - begin // C - owner) * C
         count = tl.minimum(end - first, C)
-        sequence = 0
+        sequence = owner * 0
     return first, count, sequence
 
 
@@ -173,7 +172,7 @@ def prepare_chunks(
     SOLVE: tl.constexpr = tl.float16 if OPERAND == tl.bfloat16 else OPERAND
     head = tl.program_id(0)
     slot = tl.program_id(1)
-    first, count, sequence = chunk_rows(cu_seqlens, slot, T, CHUNKS, SEQUENCES, BLOCK_N, C)
+    first, count, sequence = chunk_rows(cu_seqlens, slot, tl.arange(0, BLOCK_N), T, CHUNKS, SEQUENCES, C)
     if count > 0:
         row = tl.arange(0, C)
         in_k = tl.arange(0, BLOCK_K)
@@ -181,7 +180,7 @@ def prepare_chunks(
         token = (first + row).to(tl.int64)
         inside = row < count
         key_mask = inside[:, None] & (in_k < K)[None, :]
-        at = sequence.to(tl.int64) if cu_seqlens is None else 0
+        at = sequence.to(tl.int64)
         place = q + at * Q_STRIDE[0] + token[:, None] * Q_STRIDE[1] + head * Q_STRIDE[2] + in_k[None, :] * Q_STRIDE[3]
         query = tl.load(place, mask=key_mask, other=0.0).to(tl.float32)
         place = k + at * K_STRIDE[0] + token[:, None] * K_STRIDE[1] + head * K_STRIDE[2] + in_k[None, :] * K_STRIDE[3]

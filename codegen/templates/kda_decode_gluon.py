@@ -9,8 +9,6 @@ rows of one tile, so that what is around the state costs no time of its own.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -77,7 +75,7 @@ def kda_step(
     BLOCKS: gl.constexpr,
     STREAM: gl.constexpr,
 ):
-    """All S tokens of one (sequence, head). The state [V, K] is taken in ``BLOCKS`` parts of V, one ahead of its use."""
+    """All S tokens of one (sequence, head); the state [V, K] is taken in ``BLOCKS`` parts of V, each loaded ahead."""
     D: gl.constexpr = 128
     WARPS: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = D // BLOCKS

@@ -104,7 +104,7 @@ def launch(q, k, v, g, beta, initial_state=None, a_log=None, dt_bias=None, cu_se
     final_state = torch.empty(CONSTANTS["final_state"], dtype=torch.float32, device=q.device)
     prepare_chunks[CONSTANTS["prepare_grid"]](
         q, k, v, g, beta, a_log, dt_bias, cu_seqlens, reads, values, writes, pairs, decays,
-        **{**CONSTANTS["prepare_chunks"], "INTERPRET": INTERPRET}, **CONSTANTS["prepare_options"],
+        **{**CONSTANTS["prepare_constants"], "INTERPRET": INTERPRET}, **CONSTANTS["prepare_options"],
     )  # fmt: skip
     scan_chunks[CONSTANTS["scan_grid"]](
         reads, values, writes, pairs, decays, cu_seqlens, initial_state, out, final_state, deltas,

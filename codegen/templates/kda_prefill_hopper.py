@@ -9,9 +9,7 @@ memory by the tensor memory accelerator, ``STAGES`` - 1 chunks ahead.
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
-from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kimigraph.codegen.templates.kda_chunk import prepare_chunks
+from kimigraph.codegen.templates.kda_chunk_hopper import prepare_chunk_pairs
 
-INTERPRET = knobs.runtime.interpret
 CONSTANTS: dict[str, Any] = {}
 
 
@@ -193,9 +191,10 @@ def launch(q, k, v, g, beta, initial_state=None, a_log=None, dt_bias=None, cu_se
     decays = torch.empty(CONSTANTS["decays"], dtype=torch.float32, device=q.device)
     out = torch.empty(CONSTANTS["out"], dtype=v.dtype, device=q.device)
     final_state = torch.empty(CONSTANTS["final_state"], dtype=torch.float32, device=q.device)
-    prepare_chunks[CONSTANTS["prepare_grid"]](
+    prepare = prepare_chunk_pairs if CONSTANTS["prepare"] == "prepare_chunk_pairs" else prepare_chunks
+    prepare[CONSTANTS["prepare_grid"]](
         q, k, v, g, beta, a_log, dt_bias, cu_seqlens, reads, values, writes, pairs, decays,
-        **{**CONSTANTS["prepare_chunks"], "INTERPRET": INTERPRET}, **CONSTANTS["prepare_options"],
+        **CONSTANTS["prepare_constants"], **CONSTANTS["prepare_options"],
     )  # fmt: skip
     tile_v, chunk = CONSTANTS["scan_chunks"]["TILE_V"], pairs.shape[-1]
     scan_chunks[CONSTANTS["scan_grid"]](

@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from kimigraph.codegen.templates.fp8_bytes import e4m3_value
+from kimigraph.codegen.templates.order_code import order_code
+
 INTERPRET = knobs.runtime.interpret
 CONSTANTS: dict[str, Any] = {}
 
@@ -44,14 +47,6 @@ def key_offsets(
 
 
 @triton.jit
-def order_code(score):
-    """float32 -> uint32 with the same order; -0 as +0, NaN as -inf. No score gives 0, which marks hidden keys."""
-    score = tl.where(score != score, float("-inf"), score)
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)
-    return bits ^ tl.where((bits >> 31) != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
-
-
-@triton.jit
 def load_channels(
     row,
     inside,
@@ -62,10 +57,12 @@ def load_channels(
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """BLOCK_D channels of each row, along ``axis``; zeros outside."""
+    """BLOCK_D channels of each row, along ``axis``; zeros outside. Bytes are e4m3."""
     column = tl.expand_dims(channel + tl.arange(0, BLOCK_D), 1 - axis)
-    tile = tl.load(row + column * STRIDE, mask=inside & (column < D), other=0.0)
-    if UPCAST:
+    tile = tl.load(row + column * STRIDE, mask=inside & (column < D), other=0)
+    if tile.dtype == tl.uint8:
+        tile = e4m3_value(tile).to(tl.float32 if UPCAST else tl.bfloat16)
+    elif UPCAST:
         tile = tile.to(tl.float32)
     return tile
 
@@ -96,6 +93,7 @@ def score_keys(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
+    PLANE: tl.constexpr,
 ):
     """One block of keys of one sequence against BLOCK_S query rows: the keys are read once, heads sum inside a row."""
     first = tl.program_id(0) * BLOCK_T
@@ -108,6 +106,12 @@ def score_keys(
     position = first + tl.arange(0, BLOCK_T)
     offset, exists = key_offsets(block_table, sequence, position, position < reach, KEY_STRIDE, TABLE_STRIDE, PAGE)
     key_row = keys + offset[:, None]
+    if PLANE > 0:
+        # Planes of PLANE keys and of their scales, in one page.
+        page, slot = offset // (PLANE * (D + 4)), offset % (PLANE * (D + 4)) // (D + 4)
+        key_row = keys + (page * (PLANE * (D + 4)) + slot * D)[:, None]
+        scale_row = keys.to(tl.pointer_type(tl.float32)) + page * (PLANE * (D // 4 + 1)) + PLANE * (D // 4) + slot
+        key_scale = tl.load(scale_row, mask=exists, other=0.0)
     if D <= BLOCK_D:
         tile = load_channels(key_row, exists[:, None], 0, 1, D, KEY_STRIDE[2], BLOCK_D, UPCAST)
     for step in range(0, last_token - first_token + 1):
@@ -130,6 +134,8 @@ def score_keys(
                 # A key with an infinity makes NaN in the padding heads.
                 weighted = tl.where((head < H)[None, :], weighted, 0.0)
             score += tl.sum(weighted, 1)
+        if PLANE > 0:
+            score *= key_scale
         visible = exists & (position < visible_limit(lengths, sequence, token, LENGTH_STRIDE, T))
         if mask is not None:
             mask_row = mask + sequence * MASK_STRIDE[0] + token.to(tl.int64) * MASK_STRIDE[1]
@@ -214,6 +220,8 @@ def launch(q, keys, weights, lengths=None, mask=None, block_table=None):
     codes = torch.empty(CONSTANTS["codes"], dtype=torch.int32, device=q.device)
     picked = torch.empty(CONSTANTS["picked"], dtype=torch.int32, device=q.device)
     score, select = CONSTANTS["score_keys"], CONSTANTS["select_row"]
+    if q.dtype == torch.float8_e4m3fn:
+        q = q.view(torch.uint8)
     if INTERPRET:
         # The interpreter's products of 16-bit floats are wrong (bf16) or rounded (fp16).
         score = {**score, "UPCAST": True}

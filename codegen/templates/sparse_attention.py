@@ -13,36 +13,12 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from kimigraph.codegen.templates.cache_rows import cache_parts, row_offsets
+from kimigraph.codegen.templates.fp8_bytes import e4m3_value
+from kimigraph.codegen.templates.rounding import narrow
+
 INTERPRET = knobs.runtime.interpret
 CONSTANTS: dict[str, Any] = {}
-
-
-@triton.jit
-def narrow(value, out, INTERPRET: tl.constexpr):
-    """fp32 -> the element type of ``out``, rounding to nearest even; the interpreter's own cast to bf16 truncates."""
-    if INTERPRET and out.dtype.element_ty == tl.bfloat16:
-        bits = value.to(tl.uint32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
-        narrowed = tl.where(value != value, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        narrowed = value.to(out.dtype.element_ty)
-    return narrowed
-
-
-@triton.jit
-def row_offsets(block_table, sequence, index, T: tl.constexpr, TABLE_STRIDE: tl.constexpr, PAGE: tl.constexpr):
-    """Page (or sequence) id and row inside it, both int64, and whether the row exists: in range, in a mapped page."""
-    exists = (index >= 0) & (index < T)
-    index = index.to(tl.int64)
-    if PAGE == 0:
-        page = sequence + index * 0
-        slot = index
-    else:
-        entry = block_table + sequence * TABLE_STRIDE[0] + (index // PAGE) * TABLE_STRIDE[1]
-        page = tl.load(entry, mask=exists, other=-1).to(tl.int64)
-        slot = index % PAGE
-        exists = exists & (page >= 0)
-    return page, slot, exists
 
 
 @triton.jit
@@ -51,6 +27,7 @@ def attend_split(
     q_rope,
     latent,
     rope,
+    scales,
     indices,
     block_table,
     out,
@@ -67,6 +44,8 @@ def attend_split(
     Q_ROPE_STRIDE: tl.constexpr,
     LATENT_STRIDE: tl.constexpr,
     ROPE_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    SCALED: tl.constexpr,
     INDEX_STRIDE: tl.constexpr,
     TABLE_STRIDE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -111,9 +90,16 @@ def attend_split(
         values = tl.load(
             latent + (page * LATENT_STRIDE[0] + slot * LATENT_STRIDE[1])[:, None] + column[None, :] * LATENT_STRIDE[2],
             mask=exists[:, None] & (column < L)[None, :],
-            other=0.0,
+            other=0,
         )
-        if UPCAST:
+        if scales is not None:
+            # SCALED columns share a scale.
+            scale_row = scales + (page * SCALE_STRIDE[0] + slot * SCALE_STRIDE[1])[:, None]
+            scale = tl.load(
+                scale_row + (column // SCALED)[None, :], mask=exists[:, None] & (column < L)[None, :], other=0.0
+            )
+            values = (e4m3_value(values) * scale).to(tl.float32 if UPCAST else tl.bfloat16)
+        elif UPCAST:
             values = values.to(tl.float32)
         logit = tl.dot(query, tl.trans(values), input_precision="ieee")
         if R > 0:
@@ -191,19 +177,22 @@ def launch(q_latent, q_rope, latent, rope, indices, block_table=None):
     out = torch.empty(CONSTANTS["out"], dtype=q_latent.dtype, device=q_latent.device)
     lse = torch.empty(CONSTANTS["lse"], dtype=torch.float32, device=q_latent.device)
     attend, merge = CONSTANTS["attend_split"], CONSTANTS["merge_splits"]
+    latent, rope, scales = cache_parts(latent, rope, CONSTANTS["columns"])
     if INTERPRET:
         # The interpreter's products of 16-bit floats are wrong (bf16) or rounded (fp16).
         attend = {**attend, "UPCAST": True, "INTERPRET": True}
     if merge is None:
         attend_split[CONSTANTS["attend_grid"]](
-            q_latent, q_rope, latent, rope, indices, block_table, out, lse, **attend, **CONSTANTS["attend_options"]
-        )
+            q_latent, q_rope, latent, rope, scales, indices, block_table, out, lse,
+            **attend, **CONSTANTS["attend_options"],
+        )  # fmt: skip
         return out, lse
     parts = torch.empty(CONSTANTS["parts"], dtype=torch.float32, device=q_latent.device)
     part_lse = torch.empty(CONSTANTS["part_lse"], dtype=torch.float32, device=q_latent.device)
     attend_split[CONSTANTS["attend_grid"]](
-        q_latent, q_rope, latent, rope, indices, block_table, parts, part_lse, **attend, **CONSTANTS["attend_options"]
-    )
+        q_latent, q_rope, latent, rope, scales, indices, block_table, parts, part_lse,
+        **attend, **CONSTANTS["attend_options"],
+    )  # fmt: skip
     merge = {**merge, "INTERPRET": INTERPRET}
     merge_splits[CONSTANTS["merge_grid"]](parts, part_lse, out, lse, **merge, **CONSTANTS["merge_options"])
     return out, lse

@@ -45,10 +45,15 @@ def unguarded_kernel(source, target, count, BLOCK: tl.constexpr):
     tl.store(target + places, tl.load(source + places, mask=places < count))
 
 
+def launch(kernel: Any, *arguments: Any, **constants: int) -> None:
+    """One program of a kernel."""
+    kernel[(1,)](*arguments, **constants)
+
+
 def runs() -> str:
     """A copy of fp32 values. An empty text when it is right, else what is wrong."""
     source, target = torch.randn(16), torch.zeros(16)
-    copy_kernel[(1,)](source, target, 16, BLOCK=16)
+    launch(copy_kernel, source, target, 16, BLOCK=16)
     return "" if torch.equal(source, target) else "a copy of fp32 values differs from its source"
 
 
@@ -58,7 +63,7 @@ def dot(dtype: torch.dtype) -> Callable[[], str]:
     def probe() -> str:
         left, right = torch.randn(16, 16).to(dtype), torch.randn(16, 16).to(dtype)
         target = torch.zeros(16, 16)
-        dot_kernel[(1,)](left, right, target, BLOCK=16)
+        launch(dot_kernel, left, right, target, BLOCK=16)
         error = (target - left.float() @ right.float()).abs().max().item()
         return (
             ""
@@ -75,7 +80,7 @@ def rounding(dtype: torch.dtype) -> Callable[[], str]:
     def probe() -> str:
         source = torch.linspace(-3, 3, 64) * 1.2345
         target = torch.zeros(64, dtype=dtype)
-        copy_kernel[(1,)](source, target, 64, BLOCK=64)
+        launch(copy_kernel, source, target, 64, BLOCK=64)
         wrong = int((target.float() != source.to(dtype).float()).sum())
         return "" if not wrong else f"{wrong} of 64 casts are not rounded to nearest even: compare with a tolerance"
 
@@ -86,7 +91,7 @@ def not_a_number() -> str:
     """A sort of values with a NaN among them."""
     source = torch.tensor([1.0, float("nan"), 3.0, 2.0])
     target = torch.zeros(4)
-    sort_kernel[(1,)](source, target, BLOCK=4)
+    launch(sort_kernel, source, target, BLOCK=4)
     kept = int(target.isnan().sum()) == 1 and sorted(target[~target.isnan()].tolist()) == [1.0, 2.0, 3.0]
     return "" if kept else f"sorting [1, NaN, 3, 2] gives {target.tolist()}: kernels sort packed integers instead"
 
@@ -94,7 +99,7 @@ def not_a_number() -> str:
 def undefined_lanes() -> str:
     """Whether an unguarded load shows."""
     source, target = torch.ones(8), torch.full((8,), 7.0)
-    unguarded_kernel[(1,)](source, target, 4, BLOCK=8)
+    launch(unguarded_kernel, source, target, 4, BLOCK=8)
     hidden = target[4:].tolist() == [0.0] * 4
     return "a masked load without `other` reads 0, which hides what a device would leave undefined" if hidden else ""
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kimigraph.bench.kernels import kernel_for
-from kimigraph.ir.reference.kda_decode import kda_decode as reference
+from kimigraph.bench.reference import convolved, delta_rule, gated_norm, log_decay
 
 SIDE = 128
 ATTRIBUTES: dict[str, Any] = {
@@ -19,7 +19,7 @@ ATTRIBUTES: dict[str, Any] = {
 
 
 def operands(heads: int, batch: int) -> dict[str, torch.Tensor]:
-    """Random operands of ``kda_decode`` in schema order: bf16 activations, fp32 weights and state, none of them zero."""
+    """Random operands of ``kda_decode`` in schema order: bf16 activations, fp32 weights and state."""
     width = heads * SIDE
 
     def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
@@ -50,20 +50,20 @@ def copies(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def expected(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, state and convolution state in fp64."""
-    precise = {name: tensor.double() for name, tensor in given.items()}
-    out = reference_in_fp64(precise)
-    return out, precise["state"], precise["conv_state"]
-
-
-def reference_in_fp64(precise: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The reference's steps with its casts to fp32 widened; states change in place."""
-    original = torch.Tensor.float
-    try:
-        torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
-        return reference(**precise, **ATTRIBUTES)
-    finally:
-        torch.Tensor.float = original  # type: ignore[method-assign]
+    """Output [B, 1, H, V], state and convolution state in fp64."""
+    x = {name: tensor.double() for name, tensor in given.items()}
+    batch, heads = x["state"].shape[:2]
+    mixed, history = convolved(x["qkv"][:, 0], x["conv_weight"], x["conv_state"])
+    q, k, v = mixed.view(batch, 3, heads, SIDE).unbind(1)
+    bias = x["dt_bias"].view(heads, SIDE)
+    g = log_decay(x["gate"].view(batch, heads, SIDE), x["a_log"], bias, ATTRIBUTES["lower_bound"])
+    strength = torch.sigmoid(x["beta"])
+    rows = [
+        delta_rule(*(part[row : row + 1] for part in (q, k, v, g)), strength[row], x["state"][row])
+        for row in range(batch)
+    ]
+    out, state = torch.stack([out for out, _ in rows]), torch.stack([state for _, state in rows])
+    return gated_norm(out, x["out_gate"], x["norm_weight"], ATTRIBUTES["norm_eps"]), state, history
 
 
 def ours(given: dict[str, torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -10,7 +10,7 @@ from kimigraph.capture.example import StepExample, StepInput
 from kimigraph.capture.hints import CaptureHints, InputHint
 from kimigraph.capture.shape import StepShape, step_shape
 from kimigraph.capture.source import Loaded, ModelSource
-from kimigraph.capture.weights import dtype_name, load_weights, seed_weights
+from kimigraph.capture.weights import NoRandomValues, dtype_name, load_weights, seed_weights
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.descriptors import ConvDescriptor, IndexKeyDescriptor, LatentDescriptor, StateDescriptor
 from kimigraph.models.kimi_k31 import KimiK31Config, KimiK31ForCausalLM, new_cache
@@ -43,7 +43,8 @@ def kimi_source(
 def _load(
     directory: Path, model_config: KimiK31Config, weight_seed: int | None, example: StepExample, device: str
 ) -> Loaded:
-    module = KimiK31ForCausalLM(model_config, device)
+    with NoRandomValues():
+        module = KimiK31ForCausalLM(model_config, device)
     if device != "meta":
         if weight_seed is None:
             load_weights(module, directory)

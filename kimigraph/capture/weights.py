@@ -1,10 +1,13 @@
 """The weights of a model: seeded, or read from safetensors files."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.seeded import seeded_tensor
@@ -22,6 +25,24 @@ def dtype_named(name: str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.float32`` as ``float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+_RANDOM = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_)
+
+
+class NoRandomValues(TorchFunctionMode):
+    """Inside the block, modules do not fill their new parameters with random values: their weights come afterwards.
+
+    On the meta device drawing them would import torch's own compiler, which is most of a warm start.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _RANDOM:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 def seed_weights(module: nn.Module, seed: int) -> None:

@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 from kimigraph import __version__
-from kimigraph.cli import compile as compile_command
 from kimigraph.cli import bisect, doctor, dumps, explain, passes, run
+from kimigraph.cli import compile as compile_command
 
 HELP = """Compile language models with hybrid sparse attention to Triton programs.
 

@@ -149,7 +149,6 @@ def _run(source: str, configs: list[CompileConfig], out: Path | None) -> list[di
         env.enable_interpreter()  # before the first import of triton, which the next line may bring
     with progress() as notify:
         from kimigraph.compiler import compile_source
-
         from kimigraph.tools.numerics import PassNumericsError
 
         try:

@@ -1,8 +1,8 @@
 """The seeded data on which two graphs are compared: chosen so that a wrong rewrite shows.
 
-One set of random numbers hides much: a limit that is off by one while the caches are full, a lost epsilon beside large
-values, a lost update that only the next step reads. So there are several, each runs for two steps, and every tensor that
-a step updates is compared.
+One set of random numbers hides much: a limit that is off by one while the caches are full, a lost epsilon beside
+large values, a lost update that only the next step reads. So there are several, each runs for two steps, and every
+tensor that a step updates is compared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,14 +46,12 @@ def data_sets(seed: int = 0) -> tuple[DataSet, ...]:
     )
 
 
-def make_data(
-    data: DataSet, inputs: Sequence[InputSpec], constants: Mapping[str, torch.Tensor]
-) -> list[torch.Tensor]:
+def make_data(data: DataSet, inputs: Sequence[InputSpec], constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """A tensor for every input, in order; ``constants`` by source name."""
     tensors = make_inputs(inputs, constants, data.seed)
     for spec, tensor in zip(inputs, tensors, strict=True):
         if _is_counter(spec) and data.fill is not None and spec.value_range is not None:
-            low, high = spec.value_range
+            low, high = _counter_range(spec.value_range)
             tensor.fill_(low + int(data.fill * (high - 1 - low)))
         elif tensor.is_floating_point() and _is_scaled(spec):
             tensor.mul_(data.scale)
@@ -81,6 +79,8 @@ def run_steps(
         for place, spec in enumerate(inputs):
             if spec.mutated:
                 values[f"{spec.source} at step {number}"] = current[place].clone()
+                if _is_counter(spec):  # a step more would run over the caches' end
+                    current[place] = tensors[place].clone()
             elif spec.kind == "input" and not _is_counter(spec):
                 current[place] = _fresh(spec, current[place], data.seed + number * _NEXT_STEP)
     return values
@@ -93,6 +93,12 @@ def _fresh(spec: InputSpec, like: torch.Tensor, seed: int) -> torch.Tensor:
 
 def _is_counter(spec: InputSpec) -> bool:
     return not spec.bound and spec.value_range is not None and len(spec.shape) <= 1
+
+
+def _counter_range(seeded: tuple[int, int]) -> tuple[int, int]:
+    """What a counter may be. One with a single seeded value, so that all counters agree, starts at 0 as well."""
+    low, high = seeded
+    return (0, high) if high == low + 1 else (low, high)
 
 
 def _is_scaled(spec: InputSpec) -> bool:

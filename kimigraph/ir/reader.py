@@ -79,7 +79,11 @@ class _Reader:
             kwargs = {str(keyword.arg): self._value(keyword.value) for keyword in expression.keywords}
         else:
             raise _unreadable(expression)
-        if not isinstance(target, OpOverload) and getattr(target, "__module__", "") not in ("_operator", "math", "torch"):
+        if not isinstance(target, OpOverload) and getattr(target, "__module__", "") not in (
+            "_operator",
+            "math",
+            "torch",
+        ):
             raise _unreadable(expression)
         return self.graph.create_node("call_function", target, args, kwargs, name=name)
 

@@ -43,5 +43,5 @@ def main(
 
 
 def _difference(before: Step, after: Step) -> str:
-    texts = [inspect.getsource(inspect.unwrap(step)).splitlines() for step in (before, after)]
-    return "\n".join(difflib.unified_diff(*texts, "before", "after", lineterm=""))
+    old, new = (inspect.getsource(inspect.unwrap(step)).splitlines() for step in (before, after))
+    return "\n".join(difflib.unified_diff(old, new, "before", "after", lineterm=""))

@@ -1,10 +1,11 @@
 """HTML as values: text is escaped where it enters, so that nothing of a model can become markup."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
 VOID = frozenset(("br", "meta", "link", "input"))
+_NUMBER = '<td class="number">'
 
 
 class Html(str):
@@ -33,10 +34,14 @@ def join(children: Iterable[Child]) -> Html:
     return Html("".join(_text(child) for child in children))
 
 
-def table(headings: Iterable[str], rows: Iterable[Iterable[Child]], **attributes: Any) -> Html:
-    """A table in a frame that scrolls sideways; a cell of ``Html`` that is a ``td`` stays one."""
-    head = element("thead", element("tr", [element("th", text, scope="col") for text in headings]))
-    body = element("tbody", [element("tr", [_cell(cell) for cell in row]) for row in rows])
+def table(headings: Sequence[str], rows: Iterable[Iterable[Child]], **attributes: Any) -> Html:
+    """A table in a frame that scrolls sideways; a cell that ``number`` made stays one, and its heading follows it."""
+    cells = [[_cell(cell) for cell in row] for row in rows]
+    numeric = {column for row in cells for column, cell in enumerate(row) if cell.startswith(_NUMBER)}
+    kinds = ["number" if column in numeric else None for column, _ in enumerate(headings)]
+    heads = [element("th", text, scope="col", class_=kind) for text, kind in zip(headings, kinds, strict=True)]
+    head = element("thead", element("tr", heads))
+    body = element("tbody", [element("tr", row) for row in cells])
     return element("div", element("table", head, body, **attributes), class_="scroll")
 
 
@@ -46,7 +51,7 @@ def number(text: Child) -> Html:
 
 
 def _cell(cell: Child) -> Html:
-    return cell if isinstance(cell, Html) and cell.startswith("<td") else element("td", cell)
+    return cell if isinstance(cell, Html) and cell.startswith(_NUMBER) else element("td", cell)
 
 
 def _text(child: Child) -> str:

@@ -83,7 +83,7 @@ def kernels(data: ReportData) -> Html:
     calls: list[dict[str, Any]] = data.document.get("kernels") or []
     if not calls:
         return _section("kernels", "Kernels", element("p", "The program launches no kernels of its own."))
-    places = _sources(data.document.get("remarks") or [])
+    places = _places(data.document.get("remarks") or [])
     total = (data.document.get("graph") or {}).get("estimated_us")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for call in calls:
@@ -95,7 +95,7 @@ def kernels(data: ReportData) -> Html:
         lines = dict.fromkeys(places[call["name"]] for call in same if places.get(call["name"]))
         rows.append(
             [
-                [element("code", op), element("br"), _source(file, data.kernels.get(file, ""))],
+                [element("code", op), element("br"), _link(file, data)],
                 number(len(same)),
                 number(scaled(size, "B")),
                 number(scaled(flops, "FLOP")),
@@ -106,7 +106,7 @@ def kernels(data: ReportData) -> Html:
         )
     headings = ("kernel", "calls", "bytes a call", "FLOP a call", "estimate a call", "share of the step", "nodes")
     note = "Estimates: the larger of bytes over bandwidth and FLOP over peak of one H200, at least one launch."
-    return _section("kernels", "Kernels", table(headings, rows), element("p", note, class_="quiet"))
+    return _section("kernels", "Kernels", table(headings, rows), element("p", note, class_="quiet"), _sources(data))
 
 
 def _section(anchor: str, title: str, *children: Child) -> Html:
@@ -170,13 +170,25 @@ def _names(names: list[str]) -> Html:
     return element("details", few, element("div", ", ".join(names), class_="names"))
 
 
-def _source(file: str, text: str) -> Html:
-    if not text:
-        return element("code", file)
-    return element("details", element("summary", element("code", file)), element("pre", text, class_="code"))
+def _link(file: str, data: ReportData) -> Html:
+    """The file's name, leading to its source: a browser opens what a link leads into."""
+    name = element("code", file)
+    return element("a", name, href=f"#source-{list(data.kernels).index(file)}") if file in data.kernels else name
 
 
-def _sources(remarks: list[dict[str, Any]]) -> dict[str, str]:
+def _sources(data: ReportData) -> list[Html]:
+    return [
+        element(
+            "details",
+            element("summary", "source of ", element("code", file)),
+            element("pre", text, class_="code", id=f"source-{index}"),
+        )
+        for index, (file, text) in enumerate(data.kernels.items())
+    ]
+
+
+def _places(remarks: list[dict[str, Any]]) -> dict[str, str]:
+    """The model's source line of each fused node."""
     return {str(remark["node"]): str(remark.get("source", "")) for remark in remarks if remark["kind"] == "passed"}
 
 

@@ -1,8 +1,8 @@
 """``kimigraph bisect``: the pass, and the rewrite inside it, that breaks numerics or crashes.
 
-Passes run one by one, each on the program that the one before left, until one fails. Inside it, rewrites are numbered by
-``PassContext.allow``: the smallest prefix that fails ends in the wrong one. A pass that announces none is narrowed down by
-values: the first node that computes something else, and what the pass changed above it.
+Passes run one by one, each on the program that the one before left, until one fails. Inside it, rewrites are numbered
+by ``PassContext.allow``: the smallest prefix that fails ends in the wrong one. A pass that announces none is narrowed
+down by values: the first node that computes something else, and what the pass changed above it.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,11 @@ from kimigraph.passes import Pass, Pipeline
 from kimigraph.passes.gate import NumberedRewrites
 from kimigraph.passes.options import print_pass
 from kimigraph.tools.failure import Failure, PassRun, run_pass, sets_of
-from kimigraph.tools.localize import part_ways
+from kimigraph.tools.localize import changed_nodes, part_ways
 from kimigraph.tools.numerics import Reference
 
 Notify = Callable[[str], None]
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def bisect_rewrites(
     trial = _Trial(failing, Reference(captured, sets), config)
     everything, gate = trial.run(lambda number: True)
     if not gate.announced or trial.fails(lambda number: False):
-        return Bisection(failing, _by_values(failing, everything.program, sets[0].seed), everything.program, None)
+        return Bisection(failing, _by_values(failing, everything.program), everything.program, None)
     low, high = 0, len(gate.announced)
     while high - low > 1:
         middle = (low + high) // 2
@@ -115,10 +116,14 @@ class _Trial:
         return self.failing.failure.same_as(self.run(allowed)[0].failure)
 
 
-def _by_values(failing: FailingPass, after: CapturedProgram | None, seed: int) -> FailingRewrite:
-    """The place of the fault as far as values tell it."""
-    data = failing.failure.data or data_sets(seed)[0]
-    parting = part_ways(failing.before, after, data) if after is not None and failing.failure.kind == "numerics" else None
-    if parting is None:
-        return FailingRewrite(0, 0, "the pass announces no rewrites, so it cannot be narrowed down")
-    return FailingRewrite(0, 0, f"values part ways at {parting.node}; changed there: {', '.join(parting.suspects)}")
+def _by_values(failing: FailingPass, after: CapturedProgram | None) -> FailingRewrite:
+    """The place of the fault as far as values tell it, else all that the pass changed."""
+    if after is None:
+        return FailingRewrite(0, 0, "unknown: the pass announces no rewrites before it fails")
+    data = failing.failure.data
+    parting = part_ways(failing.before, after, data) if data is not None else None
+    if parting is not None:
+        return FailingRewrite(0, 0, f"values part ways at {parting.node}; changed there: {', '.join(parting.suspects)}")
+    changed = changed_nodes(failing.before, after)
+    more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    return FailingRewrite(0, 0, f"the pass announces no rewrites; it changed {', '.join(changed[:_SHOWN])}{more}")

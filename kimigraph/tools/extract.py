@@ -1,4 +1,4 @@
-"""A part of a program as a program of its own: what it needs from the rest becomes inputs, what the rest needs outputs."""
+"""A part of a program as a program of its own: what it needs becomes inputs, what the rest needs outputs."""
 
 import operator
 from collections.abc import Collection, Mapping
@@ -74,7 +74,13 @@ def _input(node: Node, ranges: Ranges) -> InputSpec:
     value: torch.Tensor = node.meta["val"]
     dtype = str(value.dtype).removeprefix("torch.")
     return InputSpec(
-        node.name, "input", node.name, tuple(value.shape), tuple(value.stride()), dtype, value_range=ranges.get(node.name)
+        node.name,
+        "input",
+        node.name,
+        tuple(value.shape),
+        tuple(value.stride()),
+        dtype,
+        value_range=ranges.get(node.name),
     )
 
 

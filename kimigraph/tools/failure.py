@@ -8,9 +8,11 @@ from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.data_sets import DataSet
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.program import CapturedProgram
+from kimigraph.ir.provenance import source_line
 from kimigraph.ir.verifier import verify
 from kimigraph.passes import Pass, PassContext, Pipeline, run_pipeline
 from kimigraph.passes.gate import RewriteGate
+from kimigraph.passes.manager import node_at_fault
 from kimigraph.tools.numerics import Reference
 
 
@@ -75,7 +77,11 @@ def failure_of(program: CapturedProgram, reference: Reference) -> Failure | None
 
 def _crash(error: Exception) -> Failure:
     cause = error.__cause__ if isinstance(error, CompileError) and error.__cause__ else error
-    return Failure("crash", str(error), type(cause).__name__)
+    node, kind = node_at_fault(cause), type(cause).__name__
+    place = (
+        f" at node '{node.name}' ({node.target}, {source_line(node) or 'no source line'})" if node is not None else ""
+    )
+    return Failure("crash", f"{kind}{place}: {cause}", kind)
 
 
 def sets_of(failure: Failure, sets: Sequence[DataSet]) -> Sequence[DataSet]:

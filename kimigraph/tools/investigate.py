@@ -1,4 +1,4 @@
-"""The whole of ``kimigraph bisect`` and ``kimigraph reduce``: from a source to a reproducer and what to say about it."""
+"""The whole of ``kimigraph bisect`` and ``kimigraph reduce``: from a source to a reproducer and a summary."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,10 +29,7 @@ def investigate(
     document: dict[str, Any] = {"source": model.name, "pipeline": str(pipeline), "pass": None}
     if failing is None:
         return document
-    if shrink:
-        found = reduce_program(failing, config, notify)
-    else:
-        found = bisect_rewrites(failing, captured, config, notify)
+    found = reduce_program(failing, config, notify) if shrink else bisect_rewrites(failing, captured, config, notify)
     before, failure = found.failing.before, found.failing.failure
     data = [failure.data] if failure.data else []
     path = out or Path(f"{model.name}-{failing.item.name}-{'reduce' if shrink else 'bisect'}.py")

@@ -25,7 +25,9 @@ class Parting:
     suspects: tuple[str, ...]
 
 
-def part_ways(before: CapturedProgram, after: CapturedProgram, data: DataSet, tolerance: float = TOLERANCE_FP32) -> Parting | None:
+def part_ways(
+    before: CapturedProgram, after: CapturedProgram, data: DataSet, tolerance: float = TOLERANCE_FP32
+) -> Parting | None:
     """Run both on one data set and find the first node that differs; None when all nodes of equal names agree.
 
     An input that is updated differently stands for the nodes that write it.
@@ -78,6 +80,14 @@ def _suspects(node: Node, old: dict[str, Node], new: dict[str, Node]) -> tuple[s
         found += [a.name for a in arguments if _changed(a, old) and a.name not in found]
     gone = [a.name for name in found if name in old for a in old[name].all_input_nodes if a.name not in new]
     return tuple(dict.fromkeys((*found, *gone)))
+
+
+def changed_nodes(before: CapturedProgram, after: CapturedProgram) -> tuple[str, ...]:
+    """The names of nodes that one program has and the other has not, or has with another operator or arguments."""
+    old = {node.name: node for node in before.graph_module.graph.nodes}
+    new = {node.name: node for node in after.graph_module.graph.nodes}
+    gone = [name for name in old if name not in new]
+    return (*gone, *(name for name, node in new.items() if node.op != "output" and _changed(node, old)))
 
 
 def _changed(node: Node, old: dict[str, Node]) -> bool:

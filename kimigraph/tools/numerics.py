@@ -46,7 +46,7 @@ class PassNumericsError(NumericsError):
 
 
 class Reference:
-    """A program's results on every data set, to hold others against. The program is copied; its weights are not used."""
+    """A copy of a program and its results on every data set, to hold others against. Weights are seeded ones, too."""
 
     def __init__(self, program: CapturedProgram, sets: Sequence[DataSet]) -> None:
         self._program = program.copy()
@@ -157,7 +157,9 @@ class _Case:
         """Tolerance by tensor: what the program in 16 bits is away from itself in fp32, with the same picks."""
         wide = self._execute(self.program, [selections.picked for selections in self.run.selections], wide=True)
         narrow = self.run.values
-        errors = {name: deviation({name: narrow[name].float()}, {name: value.float()}) for name, value in wide.values.items()}
+        errors = {
+            name: deviation({name: narrow[name].float()}, {name: value.float()}) for name, value in wide.values.items()
+        }
         return {name: max(ROUNDING_FACTOR * error.relative, LOW_PRECISION_FLOOR) for name, error in errors.items()}
 
 

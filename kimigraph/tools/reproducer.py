@@ -8,10 +8,12 @@ from kimigraph.passes.options import print_pass
 from kimigraph.tools.bisect import Bisection
 
 _WIDTH = 120
-_USAGE = """Exits 1 when the failure shows and 0 when not. --without-rewrite runs the graph as it is when the pass leaves the
-wrong rewrite out; --diff prints what the pass changed. `python -m kimigraph.tools.replay FILE` runs the pass as installed
-now on `before`, and exits 0 once it is right."""
-_CRASH_USAGE = "Runs the pass as installed now on `before`; exits 1 when it fails in the same way and 0 when it does not fail."
+_USAGE = """Exits 1 when the failure shows and 0 when not. --without-rewrite runs the graph as it is when the pass
+leaves the wrong rewrite out; --diff prints what the pass changed. `python -m kimigraph.tools.replay FILE` runs the pass as
+installed now on `before`, and exits 0 once it is right."""
+_CRASH_USAGE = (
+    "Runs the pass as installed now on `before`; exits 1 when it fails in the same way and 0 when it does not fail."
+)
 _MAIN = """if __name__ == "__main__":
     main(before, after, without, INPUTS, OUTPUTS, CONSTANTS, DATA, TOLERANCES)
 """
@@ -38,7 +40,10 @@ def print_reproducer(found: Bisection, tolerances: dict[str, float]) -> str:
     without = found.without or failing.before
     forms = [failing.before, found.after, without] if recorded and found.after is not None else [failing.before]
     names = ("before", "the graph that the pass gets"), ("after", "what it makes of it"), ("without", _without(found))
-    functions = [print_functions(form, name, f"{title[0].upper()}{title[1:]}.") for form, (name, title) in zip(forms, names, strict=False)]
+    functions = [
+        print_functions(form, name, f"{title[0].upper()}{title[1:]}.")
+        for form, (name, title) in zip(forms, names, strict=False)
+    ]
     return "\n\n\n".join(
         [
             f"{heading}\n\n{imports}",

@@ -1,7 +1,7 @@
 """What a compilation leaves to read: in the artifact, in the dump directory, after a failure, and not when off."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,10 +16,10 @@ from kimigraph.ir.errors import KimigraphError
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.remarks import PassResult
 from kimigraph.passes import Pass, PassContext, register
+from kimigraph.passes.registry import default_registry
 from kimigraph.tools.explain import explain
 
 
-@register
 @dataclass(frozen=True)
 class BreakForReports(Pass):
     """Raises."""
@@ -101,6 +101,15 @@ def test_nothing_is_dumped_or_written_when_off(compiled: Callable[..., Any], mon
     assert not {"report.html", "report.json", "remarks.jsonl"} & {path.name for path in artifact.iterdir()}
 
 
+@pytest.fixture
+def breaking() -> Iterator[None]:
+    """A pass that raises, known for the length of a test."""
+    register(BreakForReports)
+    yield
+    del default_registry().sources[BreakForReports.name]
+
+
+@pytest.mark.usefixtures("breaking")
 def test_a_crash_leaves_a_page_of_the_passes_before_it(tmp_path: Path) -> None:
     config = CompileConfig(
         target="cpu:reference",

@@ -111,7 +111,7 @@ def is_scale(node: Node) -> bool:
 
 
 def is_epsilon(node: Node) -> bool:
-    """An epsilon that moves results by more than rounding: the query's norm only scales scores that are nearly equal."""
+    """An epsilon that counts: that of the query's norm only scales scores that are nearly equal."""
     value = constant_of(node)
     small = value is not None and 1e-10 < value < 1e-3
     return small and node.target is ATEN.add.Tensor and "q_a_layernorm" not in module_path(node)
@@ -147,9 +147,7 @@ WRONG: dict[str, Wrong] = {
     "stale-read": Wrong(calls(ATEN.index_put_.default), read_stale),
     "off-by-one-limit": Wrong(calls(ATEN.le.Tensor), set_target(ATEN.lt.Tensor)),
     "dropped-activation": Wrong(calls(ATEN.relu.default, ATEN.silu.default, ATEN.tanh.default), bypass),
-    "one-pick-less": Wrong(
-        lambda n: n.target is ATEN.topk.default and n.args[1] > 2, set_argument(1, lambda k: k - 1)
-    ),
+    "one-pick-less": Wrong(lambda n: n.target is ATEN.topk.default and n.args[1] > 2, set_argument(1, lambda k: k - 1)),
     "wrong-offset": Wrong(lambda n: n.target is ATEN.slice.Tensor and n.args[2] > 0, take_earlier_columns),
     "wrong-part": Wrong(is_part, set_argument(1, lambda index: index + 1)),
     "sign": Wrong(adds_tensors, set_target(ATEN.sub.Tensor)),

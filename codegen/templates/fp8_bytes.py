@@ -1,0 +1,16 @@
+# pyright: basic
+# Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
+"""Bytes that hold e4m3 values."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def e4m3_value(bits):
+    """uint8 -> the fp32 value that its bits mean as e4m3, exactly; both codes of NaN give NaN."""
+    bits = bits.to(tl.uint32)
+    # Exponent and mantissa at the fp32 places; the biases differ by 120.
+    magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+    magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
+    return tl.where((bits & 0x80) != 0, -magnitude, magnitude)
