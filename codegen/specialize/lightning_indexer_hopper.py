@@ -8,7 +8,8 @@ from kimigraph.codegen.specialize.rendering import ahead_of_time, is_hopper, nee
 PAGE = 64
 WIDTH = 128
 RESIDENT = 512  # programs that run at once: 4 on each of the 132 multiprocessors of an H200, rounded to a power of two
-MOST_CANDIDATES = 256
+MOST_CANDIDATES = 128
+MOST_TILE = 2048  # codes a step of the selection
 LEVELS = 4
 HEADER = 128  # words before the histograms of a row: counters, each in a cache line of its own
 MOST_KEYS = 1 << 24  # a histogram's counts
@@ -59,6 +60,7 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
     top = int(request.attributes["k"])
     splits = splits or programs_per_row(rows, total // PAGE)
     pages_each = -(-(total // PAGE) // splits)
+    tile = min(max(padded(pages_each * PAGE), 128), MOST_TILE)
     quantised = keys.dtype == "uint8"
     words = HEADER + LEVELS * 4096
     constants: dict[str, Any] = {
@@ -75,7 +77,8 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
         "QUANTISED": quantised,
         "SPLITS": splits,
         "MOST": MOST_CANDIDATES,
-        "TILE": min(max(padded(pages_each * PAGE), 128), 2048),
+        "TILE": tile,
+        "ONE": pages_each * PAGE <= tile,
         "STEP": 2 if quantised and pages_each > 1 else 1,
         "STATE": words,
         "STAGE": -1,

@@ -47,39 +47,79 @@ def bin_place(bin):
 
 
 @triton.jit
-def count_bins(histogram, bin, counted):
-    """Add to the histogram; eight neighbours of one bin, as in rows of ties, count as one addition."""
-    EIGHTS: tl.constexpr = bin.shape[0] // 8
-    marked = tl.reshape(tl.where(counted, bin, -1), (EIGHTS, 8))
-    same = tl.max(marked, 1) == tl.min(marked, 1)
-    leads = (tl.arange(0, 8) == 0)[None, :]
-    number = tl.where(same[:, None], tl.where(leads, 8, 0), 1)
-    place = histogram + bin_place(marked)
-    tl.atomic_add(place, number, mask=(marked >= 0) & (number > 0), sem="relaxed")
+def additions(bin, position):
+    """How much each lane adds for its key: 1, or where a warp's keys share a bin, all of them by its first lane.
+
+    Rows of ties would otherwise queue at one address. Lanes may hold the same position: such a key counts once.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred same, first;
+        .reg .b32 lanes, lane, lowest, keys, leader;
+        mov.u32 $0, 1;
+        match.all.sync.b32 lanes|same, $1, 0xffffffff;
+        @!same bra done;
+        match.any.sync.b32 lanes, $2, 0xffffffff;
+        mov.u32 lane, %laneid;
+        brev.b32 lowest, lanes;
+        clz.b32 lowest, lowest;
+        setp.eq.u32 first, lowest, lane;
+        vote.sync.ballot.b32 keys, first, 0xffffffff;
+        popc.b32 keys, keys;
+        shfl.sync.idx.b32 leader, $2, 0, 31, 0xffffffff;
+        setp.eq.u32 first, leader, $2;
+        selp.b32 $0, keys, 0, first;
+        done:
+        }
+        """,
+        "=&r,r,r",
+        [bin, position],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def count_bins(histogram, bin, position, counted, INTERPRET: tl.constexpr):
+    """Add one to the bin of each counted key; positions tell keys apart."""
+    if INTERPRET:
+        tl.atomic_add(histogram + bin_place(bin), 1, mask=counted, sem="relaxed")
+    else:
+        number = additions(tl.where(counted, bin, -1), position)
+        tl.atomic_add(histogram + bin_place(bin), number, mask=counted & (number > 0), sem="relaxed")
+
+
+@triton.jit
+def last_at_least(counts, above, wanted):
+    """Where the sum of ``counts`` from the end, plus ``above``, first reaches ``wanted``: 1 or 0 (found), the place,
+    what was summed before it, its own count. One reduction gives all, since one place alone adds to it."""
+    PLACES: tl.constexpr = counts.shape[0]
+    at_least = tl.cumsum(counts, 0, reverse=True) + above
+    here = (at_least >= wanted) & (at_least - counts < wanted)
+    fields = (tl.arange(0, PLACES) + 256).to(tl.int64) << 48
+    fields += ((at_least - counts).to(tl.int64) << 24) + counts.to(tl.int64)
+    packed = tl.sum(tl.where(here, fields, 0), 0)
+    place = (packed >> 48).to(tl.int32)
+    return place >> 8, place & 255, (packed >> 24).to(tl.int32) & 0xFFFFFF, packed.to(tl.int32) & 0xFFFFFF
 
 
 @triton.jit
 def bin_of_rank(histogram, wanted):
     """The bin of the ``wanted``-th largest code, how many codes stand in the bins above, and how many in it.
 
-    The bin is -1 where the histogram holds fewer than ``wanted``; the other two mean nothing then.
+    The bin is -1 where the histogram holds fewer than ``wanted``; the other two mean nothing then. Counts are below
+    2 ** 24.
     """
     coarse = tl.arange(0, 64)
     fine = tl.arange(0, 64)
     # Read past the L1 cache: other programs wrote this.
     counts = tl.load(histogram + fine[None, :] * 64 + coarse[:, None], cache_modifier=".cg")
-    by_coarse = tl.sum(counts, 1)
-    at_least = tl.cumsum(by_coarse, 0, reverse=True)
-    packed = tl.sum(tl.where(at_least < wanted, by_coarse.to(tl.int64), 1 << 32), 0)
-    enough = packed >= 1 << 32
-    block = tl.maximum((packed >> 32).to(tl.int32) - 1, 0)
-    above = (packed & 0xFFFFFFFF).to(tl.int32)
+    found, block, above, _ = last_at_least(tl.sum(counts, 1), 0, wanted)
     inner = tl.load(histogram + fine * 64 + block, cache_modifier=".cg")
-    at_least = tl.cumsum(inner, 0, reverse=True) + above
-    packed = tl.sum(tl.where(at_least < wanted, inner.to(tl.int64), 1 << 32), 0)
-    place = tl.maximum((packed >> 32).to(tl.int32) - 1, 0)
-    count = tl.load(histogram + place * 64 + block, cache_modifier=".cg")
-    return tl.where(enough, block * 64 + place, -1), above + (packed & 0xFFFFFFFF).to(tl.int32), count
+    _, place, above, count = last_at_least(inner, above, wanted)
+    return tl.where(found > 0, block * 64 + place, -1), above, count
 
 
 @triton.jit
@@ -92,14 +132,15 @@ def refine_shift(begin, end):
 
 
 @triton.jit
-def count_slice(codes, low, high, histogram, begin, end, TILE: tl.constexpr):
+def count_slice(codes, low, high, histogram, begin, end, TILE: tl.constexpr, INTERPRET: tl.constexpr):
     """Add this program's codes between ``begin`` and ``end`` to a finer histogram."""
     shift = refine_shift(begin, end)
     for start in range(low, high, TILE):
         position = start + tl.arange(0, TILE)
         code = tl.load(codes + position, mask=position < high, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
         inside = (code >= begin) & (code < end) & (position < high)
-        count_bins(histogram, tl.where(inside, (code - begin) >> shift, 0).to(tl.int32), inside)
+        bin = tl.where(inside, (code - begin) >> shift, 0).to(tl.int32)
+        count_bins(histogram, bin, position, inside, INTERPRET)
 
 
 @triton.jit
@@ -145,20 +186,18 @@ def settle(
     if count <= MOST:
         own = tl.arange(0, MOST)
         packed = tl.load(candidates + own, mask=own < count, other=0, cache_modifier=".cg")
-        code = (packed >> 32) & 0xFFFFFFFF
-        larger = tl.zeros([MOST], tl.int32)
-        for start in range(0, count, 16):
-            other = start + tl.arange(0, 16)
-            rivals = (tl.load(candidates + other, mask=other < count, other=0) >> 32) & 0xFFFFFFFF
-            larger += tl.sum((rivals[None, :] > code[:, None]).to(tl.int32), 1)
-        # Ranks among the candidates: the code with fewer than ``wanted`` larger ones that is the smallest.
-        offset = tl.where((own < count) & (larger < wanted), code - begin, 0x7FFFFFFF).to(tl.int32)
-        last = tl.min(offset, 0)
+        rivals = tl.load(candidates + own, mask=own < count, other=0, cache_modifier=".cg")
+        # Codes by their distance from the first of the range, which 32 bits hold.
+        offset = tl.where(own < count, ((packed >> 32) & 0xFFFFFFFF) - begin, -1).to(tl.int32)
+        rival = tl.where(own < count, ((rivals >> 32) & 0xFFFFFFFF) - begin, -1).to(tl.int32)
+        larger = tl.sum((rival[None, :] > offset[:, None]).to(tl.int32), 1)
+        # Of the codes with fewer than ``wanted`` larger ones the smallest is the last winner's.
+        last = tl.min(tl.where((offset >= 0) & (larger < wanted), offset, 0x7FFFFFFF), 0)
         threshold = tl.where(count > 0, begin + last, 0)
-        earlier = (own < count) & ((packed & 0xFFFFFFFF) < low)
-        fields = ((code > threshold) & (own < count)).to(tl.int32)
-        fields += (earlier & (code == threshold)).to(tl.int32) << 10
-        fields += (earlier & (code > threshold)).to(tl.int32) << 20
+        earlier = packed.to(tl.int32) < low
+        fields = (offset > last).to(tl.int32)
+        fields += (earlier & (offset >= 0) & (offset == last)).to(tl.int32) << 10
+        fields += (earlier & (offset > last)).to(tl.int32) << 20
         sums = tl.sum(fields, 0)
         ties = tl.where(count > 0, wanted - (sums & 0x3FF), 0)
         ties_before = (sums >> 10) & 0x3FF
@@ -172,8 +211,10 @@ def settle(
 
 
 @triton.jit
-def list_slice(codes, low, high, threshold, ties, above_before, ties_before, out, TILE: tl.constexpr):
-    """Write this program's winners, in ascending index, where those of the slices before end."""
+def list_slice(
+    codes, low, high, threshold, ties, above_before, ties_before, out, TILE: tl.constexpr, ONE: tl.constexpr
+):
+    """Write this program's winners, in ascending index, where those of the slices before end. ONE tile may do."""
     for start in range(low, high, TILE):
         position = start + tl.reshape(tl.arange(0, TILE), (TILE // 32, 32))
         code = tl.load(codes + position, mask=position < high, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
@@ -187,6 +228,7 @@ def list_slice(codes, low, high, threshold, ties, above_before, ties_before, out
         tie_rank = ties_before + (running & 0xFFFF)
         wins = (above != 0) | ((equal != 0) & (tie_rank <= ties))
         tl.store(out + above_rank + tl.minimum(tie_rank, ties) - 1, position, mask=wins)
-        total = tl.sum(in_row, 0)
-        above_before += total >> 16
-        ties_before += total & 0xFFFF
+        if not ONE:
+            total = tl.sum(in_row, 0)
+            above_before += total >> 16
+            ties_before += total & 0xFFFF

@@ -87,13 +87,13 @@ def page_codes(tile, query, weight, scales):
 
 
 @triton.jit
-def keep_page(codes, histogram, code, entry, page, limit, last_page, first):
+def keep_page(codes, histogram, code, entry, page, limit, last_page, first, INTERPRET: tl.constexpr):
     """Store a page's codes, hidden ones as 0, and count the visible ones."""
     position = page * 64 + tl.arange(0, 64)
     inside = (position < limit) & (page < last_page)
     visible = inside & (entry >= 0)
     tl.store(codes + position, tl.where(visible, code, 0).to(tl.int32, bitcast=True), mask=inside)
-    count_bins(histogram, code_bin(code, first), visible)
+    count_bins(histogram, code_bin(code, first), position, visible, INTERPRET)
 
 
 @triton.jit
@@ -135,9 +135,9 @@ def score_pages(
         code_a = page_codes(tile_a, query, weight, here_a)
         if STEP == 2:
             code_b = page_codes(tile_b, query, weight, here_b)
-        keep_page(codes, histogram, code_a, entry_a, now, limit, last_page, first)
+        keep_page(codes, histogram, code_a, entry_a, now, limit, last_page, first, INTERPRET)
         if STEP == 2:
-            keep_page(codes, histogram, code_b, entry_b, now + 1, limit, last_page, first)
+            keep_page(codes, histogram, code_b, entry_b, now + 1, limit, last_page, first, INTERPRET)
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def index_and_select(
     tiles, q, keys, weights, lengths, block_table, codes, candidates, counts, state, picked,
     S: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr,
     Q_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, LENGTH_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr,
-    PAGED: tl.constexpr, QUANTISED: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr,
+    PAGED: tl.constexpr, QUANTISED: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, ONE: tl.constexpr,
     STEP: tl.constexpr, STATE: tl.constexpr, STAGE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One slice of one query row. ``state`` holds STATE words a row: counters and histograms, zero between launches."""
@@ -205,13 +205,13 @@ def index_and_select(
         for level in range(1, LEVELS):
             if (count > MOST) & (end - begin > 1):
                 if ALL:
-                    count_slice(codes, low, high, histogram + level * 4096, begin, end, TILE)
+                    count_slice(codes, low, high, histogram + level * 4096, begin, end, TILE, INTERPRET)
                     meet(arrivals, SPLITS)
                 begin, end, wanted, count = narrow_range(histogram + level * 4096, begin, end, wanted)
                 levels = level + 1
     if STAGE >= 1 and STAGE < 4:
         if (count > MOST) & (end - begin > 1):
-            count_slice(codes, low, high, histogram + STAGE * 4096, begin, end, TILE)
+            count_slice(codes, low, high, histogram + STAGE * 4096, begin, end, TILE, INTERPRET)
     if ALL or STAGE == 4:
         collect_slice(
             codes, low, high, begin, end, count, candidates, candidate_count, counts + split, counts + SPLITS + split,
@@ -223,7 +223,7 @@ def index_and_select(
         threshold, ties, above_before, ties_before = settle(
             candidates, count, begin, wanted, counts, counts + SPLITS, low, split, MOST, SPLITS
         )
-        list_slice(codes, low, high, threshold, ties, above_before, ties_before, out, TILE)
+        list_slice(codes, low, high, threshold, ties, above_before, ties_before, out, TILE, ONE)
         if count == 0:
             # Fewer than K keys are visible: the rest of the row is -1.
             part = tl.arange(0, SPLITS)

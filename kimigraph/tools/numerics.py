@@ -107,26 +107,37 @@ class _Case:
     data: DataSet
     tensors: list[torch.Tensor]
     run: _Run = field(init=False)
+    want: dict[str, torch.Tensor] = field(init=False)
+    """What counts as right: the program's values, in 16 bits those of the same graph in fp32."""
     tolerances: dict[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
         self.run = self._execute(self.program)
-        low = any(t.dtype in _LOW for t in self.tensors)
-        self.tolerances = self._rounding_errors() if low else {}
-        self.tolerance = LOW_PRECISION_FLOOR if low else TOLERANCE_FP32
+        self.low = any(t.dtype in _LOW for t in self.tensors)
+        self.want = self._right(self.run) if self.low else self.run.values
+        self.tolerance = LOW_PRECISION_FLOOR if self.low else TOLERANCE_FP32
+        self.tolerances = self._rounding_errors() if self.low else {}
 
     def compare(self, program: CapturedProgram) -> Comparison:
         got = self._execute(program)
-        want, fault = self.run, ""
+        want, fault = self.want, ""
         try:
             if self._exchanged(got):
-                want = self._execute(self.program, [selections.picked for selections in got.selections])
+                want = self._right(got)
         except NumericsError as error:
             fault = str(error)
-        worst = deviation(got.values, want.values, self.tolerance, self.tolerances)
+        worst = deviation(self._comparable(got.values), want, self.tolerance, self.tolerances)
         if not fault and not worst.passed:
             fault = str(worst)
         return Comparison(worst, self.data, f"{fault} (data set '{self.data.name}')" if fault else "")
+
+    def _right(self, picked: _Run) -> dict[str, torch.Tensor]:
+        """The right values with the picks of another run, so that near-ties do not count."""
+        picks = [selections.picked for selections in picked.selections]
+        return self._execute(self.program, picks, wide=self.low).values
+
+    def _comparable(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: value.float() if value.dtype in _LOW else value for name, value in values.items()}
 
     def _exchanged(self, got: _Run) -> bool:
         """Whether picks differ, all of them near-ties; NumericsError for one that is none."""
@@ -154,13 +165,10 @@ class _Case:
         return _Run(values, selections)
 
     def _rounding_errors(self) -> dict[str, float]:
-        """Tolerance by tensor: what the program in 16 bits is away from itself in fp32, with the same picks."""
-        wide = self._execute(self.program, [selections.picked for selections in self.run.selections], wide=True)
-        narrow = self.run.values
-        errors = {
-            name: deviation({name: narrow[name].float()}, {name: value.float()}) for name, value in wide.values.items()
-        }
-        return {name: max(ROUNDING_FACTOR * error.relative, LOW_PRECISION_FLOOR) for name, error in errors.items()}
+        """Tolerance by tensor: a factor more than what the program in 16 bits is away from itself in fp32."""
+        own = self._comparable(self.run.values)
+        errors = {name: deviation({name: own[name]}, {name: value}).relative for name, value in self.want.items()}
+        return {name: max(ROUNDING_FACTOR * error, LOW_PRECISION_FLOOR) for name, error in errors.items()}
 
 
 @dataclass
