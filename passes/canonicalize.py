@@ -14,6 +14,7 @@ from kimigraph.passes.base import Pass, PassContext
 from kimigraph.passes.cleanup.asserts import drop_metadata_asserts, drop_scalar_asserts
 from kimigraph.passes.cleanup.common import merge_common
 from kimigraph.passes.cleanup.decompact import find_compactions, fold_sizes, prove_removable, remove_compaction
+from kimigraph.passes.cleanup.foreign import foreign_operators
 from kimigraph.passes.cleanup.no_ops import drop_no_ops
 from kimigraph.passes.cleanup.storage import StorageFacts
 
@@ -44,7 +45,7 @@ class Canonicalize(Pass):
     def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:
         """Clean up the graph in place; statistics count each kind of change."""
         graph = program.graph_module.graph
-        remarks: list[Remark] = []
+        remarks = foreign_operators(graph, self.name)
         statistics = {
             "asserts-dropped": drop_metadata_asserts(graph),
             "no-ops-dropped": drop_no_ops(graph, context.allow),

@@ -13,11 +13,7 @@ GLUON_SIDE = 128
 MOST_TOKENS = 8  # the loop over tokens is unrolled
 SCHEDULES = (  # programs at most, parts of a state, streaming
     (160, 1, True),
-    (250, 2, False),
-    (600, 1, True),
-    (900, 2, True),
-    (1200, 1, False),
-    (1 << 31, 2, False),
+    (1 << 31, 2, True),
 )
 
 

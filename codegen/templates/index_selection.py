@@ -123,6 +123,15 @@ def bin_of_rank(histogram, wanted):
 
 
 @triton.jit
+def count_scores(codes, low, high, histogram, first, TILE: tl.constexpr, INTERPRET: tl.constexpr):
+    """Add this program's visible codes to the row's histogram."""
+    for start in range(low, high, TILE):
+        position = start + tl.arange(0, TILE)
+        code = tl.load(codes + position, mask=position < high, other=0).to(tl.uint32, bitcast=True)
+        count_bins(histogram, code_bin(code, first), position, code != 0, INTERPRET)
+
+
+@triton.jit
 def refine_shift(begin, end):
     """How far the codes of a range are to be shifted so that they fall into 4096 bins."""
     shift = tl.full([], 0, tl.int32)

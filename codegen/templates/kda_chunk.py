@@ -36,7 +36,7 @@ def chunk_rows(
     if cu_seqlens is None:
         sequence = slot // CHUNKS
         first = (slot % CHUNKS) * C
-        count = tl.minimum(T - first, C)
+        count = tl.where(sequence < SEQUENCES, tl.minimum(T - first, C), 0)
     else:
         start = tl.load(cu_seqlens + entry, mask=entry < SEQUENCES, other=0).to(tl.int32)
         # Slots of sequences grow strictly, so the owner is the last that begins no later.
@@ -47,6 +47,13 @@ def chunk_rows(
         count = tl.minimum(end - first, C)
         sequence = owner * 0
     return first, count, sequence
+
+
+@triton.jit
+def load_rows(tensor, sequence, first, head, row, column, mask, STRIDE: tl.constexpr):
+    """[rows, columns] of a [B, T, H, D] tensor from token ``first`` on; only the base needs 64 bits."""
+    base = sequence.to(tl.int64) * STRIDE[0] + first.to(tl.int64) * STRIDE[1] + head * STRIDE[2]
+    return tl.load(tensor + base + (row[:, None] * STRIDE[1] + column[None, :] * STRIDE[3]), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -177,23 +184,20 @@ def prepare_chunks(
         row = tl.arange(0, C)
         in_k = tl.arange(0, BLOCK_K)
         in_v = tl.arange(0, BLOCK_V)
-        token = (first + row).to(tl.int64)
         inside = row < count
         key_mask = inside[:, None] & (in_k < K)[None, :]
-        at = sequence.to(tl.int64)
-        place = q + at * Q_STRIDE[0] + token[:, None] * Q_STRIDE[1] + head * Q_STRIDE[2] + in_k[None, :] * Q_STRIDE[3]
-        query = tl.load(place, mask=key_mask, other=0.0).to(tl.float32)
-        place = k + at * K_STRIDE[0] + token[:, None] * K_STRIDE[1] + head * K_STRIDE[2] + in_k[None, :] * K_STRIDE[3]
-        key = tl.load(place, mask=key_mask, other=0.0).to(tl.float32)
-        place = g + at * G_STRIDE[0] + token[:, None] * G_STRIDE[1] + head * G_STRIDE[2] + in_k[None, :] * G_STRIDE[3]
-        gate = tl.load(place, mask=key_mask, other=0.0).to(tl.float32)
-        place = beta + at * BETA_STRIDE[0] + token * BETA_STRIDE[1] + head * BETA_STRIDE[2]
+        query = load_rows(q, sequence, first, head, row, in_k, key_mask, Q_STRIDE).to(tl.float32)
+        key = load_rows(k, sequence, first, head, row, in_k, key_mask, K_STRIDE).to(tl.float32)
+        gate = load_rows(g, sequence, first, head, row, in_k, key_mask, G_STRIDE).to(tl.float32)
+        place = beta + sequence.to(tl.int64) * BETA_STRIDE[0] + first.to(tl.int64) * BETA_STRIDE[1]
+        place = place + head * BETA_STRIDE[2] + row * BETA_STRIDE[1]
         strength = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         if a_log is not None:
             rate = tl.exp(tl.load(a_log + head * RATE_STRIDE).to(tl.float32))
             place = dt_bias + head * BIAS_STRIDE[0] + in_k * BIAS_STRIDE[1]
             bias = tl.load(place, mask=in_k < K, other=0.0).to(tl.float32)
-            gate = tl.where(key_mask, log_decay(gate + bias[None, :], rate, LOWER_BOUND), 0.0)
+            gate = log_decay(gate + bias[None, :], rate, LOWER_BOUND)
+            gate = tl.where(key_mask, gate, 0.0)
             strength = tl.where(inside, sigmoid(strength), 0.0)
         if L2_NORM:
             key = key * tl.rsqrt(tl.sum(key * key, 1) + L2_EPS)[:, None]
@@ -219,7 +223,6 @@ def prepare_chunks(
         solved = inverse_of_unit_lower(strict, C, SOLVE, INTERPRET) * strength[None, :]
         erasing = product(solved, erased, OPERAND, INTERPRET)
         tl.store(reads + base * (2 * C * BLOCK_K) + tile, narrow(erasing, reads, INTERPRET))
-        place = v + at * V_STRIDE[0] + token[:, None] * V_STRIDE[1] + head * V_STRIDE[2] + in_v[None, :] * V_STRIDE[3]
-        value = tl.load(place, mask=inside[:, None] & (in_v < V)[None, :], other=0.0)
+        value = load_rows(v, sequence, first, head, row, in_v, inside[:, None] & (in_v < V)[None, :], V_STRIDE)
         place = values + base * (C * BLOCK_V) + row[:, None] * BLOCK_V + in_v[None, :]
         tl.store(place, narrow(product(solved, value, OPERAND, INTERPRET), values, INTERPRET))

@@ -24,6 +24,12 @@ def add_pairs(a, b, c, d):
 
 
 @gluon.jit
+def add_triples(a, b, c, d, e, f):
+    """The sum of two triples."""
+    return a + d, b + e, c + f
+
+
+@gluon.jit
 def load_state(place, STREAM: gl.constexpr):
     """A tile of the state in fp32; ``STREAM`` keeps it from displacing what other programs still need."""
     if STREAM:
@@ -83,7 +89,9 @@ def kda_step(
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     VALUES: gl.constexpr = gl.SliceLayout(1, TILE)
     KEYS: gl.constexpr = gl.SliceLayout(0, TILE)
-    CHANNELS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    # [q, k, gate, v; channel; time]: two channels a thread, with all the inputs that their convolution mixes.
+    WINDOW: gl.constexpr = gl.BlockedLayout([1, 2, 4], [1, 32, 1], [4, WARPS // 4, 1], [2, 1, 0])
+    CHANNELS: gl.constexpr = gl.SliceLayout(2, WINDOW)
     program = gl.program_id(0)
     head = program % H
     sequence = (program // H).to(gl.int64)
@@ -98,25 +106,22 @@ def kda_step(
 
     row = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, CHANNELS)), 1)
     at = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHANNELS)), 0)
+    time = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, WINDOW))), 0), 0)
     is_gate = (row == 2) & (at >= 0)
-    mixes = (row != 2) & (at >= 0)
+    mixes = gl.expand_dims((row != 2) & (at >= 0), 2) & (time >= 0)
     channel = gl.where(row == 3, 2, row) * (H * D) + head * D + at
-    conv_place = conv_state + slot * CONV_STRIDE[0] + channel * CONV_STRIDE[1]
-    tap_place = conv_weight + channel * TAP_STRIDE[0]
-    x_place = qkv + sequence * QKV_STRIDE[0] + channel * QKV_STRIDE[2]
+    across = gl.expand_dims(channel, 2)
+    conv_place = conv_state + slot * CONV_STRIDE[0] + (across * CONV_STRIDE[1] + time * CONV_STRIDE[2])
+    x_place = qkv + sequence * QKV_STRIDE[0] + (across * QKV_STRIDE[2] + time * QKV_STRIDE[1])
     gate_place = gate + sequence * GATE_STRIDE[0] + head * GATE_STRIDE[2] + at * GATE_STRIDE[3] + row * 0
     beta_place = beta + sequence * BETA_STRIDE[0] + head * BETA_STRIDE[2]
 
-    x = gl.load(x_place, mask=mixes, other=0.0)
+    # Of token t, place j of the window is the input of token t - 3 + j, from this step or from the state before it.
+    x = gl.load(x_place - 3 * QKV_STRIDE[1], mask=mixes & (time == 3), other=0.0)
+    old = gl.load(conv_place, mask=mixes & (time < 3), other=0.0)
+    taps = gl.load(conv_weight + (across * TAP_STRIDE[0] + time * TAP_STRIDE[1]), mask=mixes, other=0.0)
     logit = gl.load(gate_place, mask=is_gate, other=0.0)
     strength = gl.load(beta_place)
-    old0 = gl.load(conv_place, mask=mixes, other=0.0)
-    old1 = gl.load(conv_place + CONV_STRIDE[2], mask=mixes, other=0.0)
-    old2 = gl.load(conv_place + 2 * CONV_STRIDE[2], mask=mixes, other=0.0)
-    tap0 = gl.load(tap_place, mask=mixes, other=0.0).to(gl.float32)
-    tap1 = gl.load(tap_place + TAP_STRIDE[1], mask=mixes, other=0.0).to(gl.float32)
-    tap2 = gl.load(tap_place + 2 * TAP_STRIDE[1], mask=mixes, other=0.0).to(gl.float32)
-    tap3 = gl.load(tap_place + 3 * TAP_STRIDE[1], mask=mixes, other=0.0).to(gl.float32)
     bias_place = dt_bias + head * BIAS_STRIDE[0] + at * BIAS_STRIDE[1] + row * 0
     bias = gl.load(bias_place, mask=is_gate, other=0.0).to(gl.float32)
     rate = gl.load(a_log + head * RATE_STRIDE).to(gl.float32)
@@ -128,10 +133,8 @@ def kda_step(
     flat = exchange._reinterpret(gl.float32, [4 * D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for token in gl.static_range(S):
         if token > 0:
-            old0 = old1
-            old1 = old2
-            old2 = x.to(old0.dtype)
-            x = gl.load(x_place + token * QKV_STRIDE[1], mask=mixes, other=0.0)
+            x = gl.load(x_place + (token - 3) * QKV_STRIDE[1], mask=mixes & (time >= 3 - token), other=0.0)
+            old = gl.load(conv_place + token * CONV_STRIDE[2], mask=mixes & (time < 3 - token), other=0.0)
             logit = gl.load(gate_place + token * GATE_STRIDE[1], mask=is_gate, other=0.0)
             strength = gl.load(beta_place + token * BETA_STRIDE[1])
         out_gates = ()
@@ -144,8 +147,8 @@ def kda_step(
                 out_gates = out_gates + (gl.load(out_gate_place),)
             if norm_weight is not None:
                 factors = factors + (gl.load(norm_weight + channel_v * NORM_STRIDE),)
-        mixed = old0.to(gl.float32) * tap0 + old1.to(gl.float32) * tap1 + old2.to(gl.float32) * tap2
-        mixed = mixed + x.to(gl.float32) * tap3
+        window = gl.where(time >= 3 - token, x.to(gl.float32), old.to(gl.float32))
+        mixed = gl.sum(window * taps.to(gl.float32), 2)
         if LOWER_BOUND is None:
             decay = gl.exp(log_decay(logit.to(gl.float32) + bias, rate, None))
             value = gl.where(is_gate, decay, mixed * sigmoid(mixed))
@@ -154,13 +157,15 @@ def kda_step(
             mixed = gl.where(is_gate, rate * (logit.to(gl.float32) + bias), mixed)
             share = sigmoid(mixed)
             value = gl.where(is_gate, gl.exp(LOWER_BOUND * share), mixed * share)
-        norm = gl.expand_dims(gl.rsqrt(gl.sum(value * value, 1) + L2_EPS), 1)
-        value = value * gl.where(row == 0, norm * SCALE, gl.where(row == 1, norm, 1.0))
         exchange.store(value)
         query = exchange.slice(0, 1, 0).load(TILE)
         key = exchange.slice(1, 1, 0).load(TILE)
         decay = exchange.slice(2, 1, 0).load(TILE)
-        agreement = gl.sum(gl.reshape(query * key, [D]), 0)
+        # Norms are factors of a program here: the vectors themselves stay as they are.
+        squares_q, squares_k, agreement = gl.reduce((query * query, key * key, query * key), 1, add_triples)
+        norm_q = gl.sum(gl.rsqrt(squares_q + L2_EPS), 0) * SCALE
+        norm_k = gl.sum(gl.rsqrt(squares_k + L2_EPS), 0)
+        agreement = gl.sum(agreement, 0) * norm_q * norm_k
         squares = gl.zeros([ROWS], gl.float32, layout=VALUES)
         results = ()
         for block in gl.static_range(BLOCKS):
@@ -170,9 +175,9 @@ def kda_step(
             value = flat.slice(3 * D + block * ROWS, ROWS, 0).load(VALUES)
             # The read-out of the new state is that of the decayed one plus delta * (k . q): one sweep over the state.
             recalled, read = gl.reduce((memory * key, memory * query), 1, add_pairs)
-            delta = sigmoid(strength.to(gl.float32)) * (value - recalled)
-            result = read + delta * agreement
-            memory = memory + gl.expand_dims(delta, 1) * key
+            delta = sigmoid(strength.to(gl.float32)) * (value - recalled * norm_k)
+            result = read * norm_q + delta * agreement
+            memory = memory + gl.expand_dims(delta * norm_k, 1) * key
             if S == 1:
                 store_state(place + block * ROWS * STATE_STRIDE[2], memory, STREAM)
             else:
@@ -181,9 +186,8 @@ def kda_step(
             results = results + (result,)
         if token + 1 == S:
             # Every read of the convolution state came before the exchange above.
-            gl.store(conv_place, old1, mask=mixes)
-            gl.store(conv_place + CONV_STRIDE[2], old2, mask=mixes)
-            gl.store(conv_place + 2 * CONV_STRIDE[2], x.to(old0.dtype), mask=mixes)
+            kept = gl.where(time >= 3 - token, x.to(old.dtype), old)
+            gl.store(conv_place - CONV_STRIDE[2], kept, mask=mixes & (time > 0))
         if norm_weight is not None:
             scale = gl.rsqrt(gl.sum(squares, 0) / D + NORM_EPS)
         out_row = out + ((sequence * S + token) * H + head) * D

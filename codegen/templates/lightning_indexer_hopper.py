@@ -21,9 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kimigraph.codegen.templates.index_selection import (
     bin_of_rank,
     bin_range,
-    code_bin,
     collect_slice,
-    count_bins,
+    count_scores,
     count_slice,
     first_step,
     list_slice,
@@ -87,13 +86,11 @@ def page_codes(tile, query, weight, scales):
 
 
 @triton.jit
-def keep_page(codes, histogram, code, entry, page, limit, last_page, first, INTERPRET: tl.constexpr):
-    """Store a page's codes, hidden ones as 0, and count the visible ones."""
+def keep_page(codes, code, entry, page, limit, last_page):
+    """Store a page's codes, hidden ones as 0."""
     position = page * 64 + tl.arange(0, 64)
-    inside = (position < limit) & (page < last_page)
-    visible = inside & (entry >= 0)
-    tl.store(codes + position, tl.where(visible, code, 0).to(tl.int32, bitcast=True), mask=inside)
-    count_bins(histogram, code_bin(code, first), position, visible, INTERPRET)
+    code = tl.where((position < limit) & (entry >= 0), code, 0)
+    tl.store(codes + position, code.to(tl.int32, bitcast=True), mask=(position < limit) & (page < last_page))
 
 
 @triton.jit
@@ -107,7 +104,7 @@ def keep_anchor(anchor, threshold):
 
 @triton.jit
 def score_pages(
-    tiles, keys, block_table, sequence, page, last_page, pages, limit, query, weight, codes, histogram, first,
+    tiles, keys, block_table, sequence, page, last_page, pages, limit, query, weight, codes,
     T: tl.constexpr, TABLE_STRIDE: tl.constexpr, PAGED: tl.constexpr, QUANTISED: tl.constexpr, STEP: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -135,9 +132,9 @@ def score_pages(
         code_a = page_codes(tile_a, query, weight, here_a)
         if STEP == 2:
             code_b = page_codes(tile_b, query, weight, here_b)
-        keep_page(codes, histogram, code_a, entry_a, now, limit, last_page, first, INTERPRET)
+        keep_page(codes, code_a, entry_a, now, limit, last_page)
         if STEP == 2:
-            keep_page(codes, histogram, code_b, entry_b, now + 1, limit, last_page, first, INTERPRET)
+            keep_page(codes, code_b, entry_b, now + 1, limit, last_page)
 
 
 @triton.jit
@@ -185,9 +182,12 @@ def index_and_select(
         weight_row = weights + sequence * WEIGHT_STRIDE[0] + token * WEIGHT_STRIDE[1]
         weight = tl.load(weight_row + head * WEIGHT_STRIDE[2]).to(tl.float32) * SCALE
         score_pages(
-            tiles, keys, block_table, sequence, page, last_page, pages, limit, query, weight, codes, histogram, first,
+            tiles, keys, block_table, sequence, page, last_page, pages, limit, query, weight, codes,
             T, TABLE_STRIDE, PAGED, QUANTISED, STEP, INTERPRET,
         )  # fmt: skip
+        # Counting is a loop of its own: it wants the codes spread over the threads otherwise than products leave them.
+        tl.debug_barrier()
+        count_scores(codes, low, high, histogram, first, TILE, INTERPRET)
     begin = tl.full([], 1, tl.int64)
     end = tl.full([], 1, tl.int64)
     wanted = tl.full([], K, tl.int32)

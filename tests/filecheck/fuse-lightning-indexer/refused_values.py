@@ -1,0 +1,40 @@
+# RUN: python -m kimigraph.tools.opt %s --passes fuse-lightning-indexer --remarks | filecheck --match-full-lines %s
+"""The values of the top-k are used: nothing changes."""
+
+import torch
+
+from kimigraph.ir.program import InputSpec
+
+INPUTS = (
+    InputSpec("q", "input", "q", (2, 1, 4, 8), (32, 32, 8, 1), "float32"),
+    InputSpec("keys", "input", "keys", (2, 16, 8), (128, 8, 1), "float32"),
+    InputSpec("weights", "input", "weights", (2, 1, 4), (4, 4, 1), "float32"),
+    InputSpec("hides", "input", "hides", (2,), (1,), "int32", value_range=(0, 16)),
+)
+OUTPUTS = ("and_1", "getitem")
+CONSTANTS = {}
+
+
+@torch.no_grad()
+def step(q, keys, weights, hides):
+    # top
+    arange = torch.ops.aten.arange.default(16, device=torch.device("cpu"), pin_memory=False)  # int64[16]
+    view = torch.ops.aten.view.default(hides, [2, 1, 1])  # int32[2, 1, 1]
+    le = torch.ops.aten.le.Tensor(arange, view)  # bool[2, 1, 16]
+    transpose = torch.ops.aten.transpose.int(keys, -1, -2)  # float32[2, 8, 16]
+    unsqueeze = torch.ops.aten.unsqueeze.default(transpose, 1)  # float32[2, 1, 8, 16]
+    matmul = torch.ops.aten.matmul.default(q, unsqueeze)  # float32[2, 1, 4, 16]
+    mul = torch.ops.aten.mul.Tensor(matmul, 0.25)  # float32[2, 1, 4, 16]
+    relu = torch.ops.aten.relu.default(mul)  # float32[2, 1, 4, 16]
+    unsqueeze_1 = torch.ops.aten.unsqueeze.default(weights, -2)  # float32[2, 1, 1, 4]
+    matmul_1 = torch.ops.aten.matmul.default(unsqueeze_1, relu)  # float32[2, 1, 1, 16]
+    squeeze = torch.ops.aten.squeeze.dim(matmul_1, -2)  # float32[2, 1, 16]
+    bitwise_not = torch.ops.aten.bitwise_not.default(le)  # bool[2, 1, 16]
+    masked_fill = torch.ops.aten.masked_fill.Scalar(squeeze, bitwise_not, float("-inf"))  # float32[2, 1, 16]
+    topk = torch.ops.aten.topk.default(masked_fill, 5)  # (float32[2, 1, 5], int64[2, 1, 5])
+    getitem = topk[0]  # float32[2, 1, 5]
+    getitem_1 = topk[1]  # int64[2, 1, 5]
+    zeros = torch.ops.aten.zeros.default([2, 1, 16], dtype=torch.bool, device=torch.device("cpu"), pin_memory=False)  # bool[2, 1, 16]
+    scatter = torch.ops.aten.scatter.value(zeros, -1, getitem_1, True)  # bool[2, 1, 16]
+    and_1 = torch.ops.aten.__and__.Tensor(scatter, le)  # bool[2, 1, 16]
+    return (and_1, getitem)
