@@ -75,6 +75,7 @@ def build(request: KernelRequest, *, deltas: bool = False) -> KernelModule:
         slots += slots % 2
         absent = ("K", "V", "C", "BOUNDED", "BLOCK_K", "BLOCK_V", "INTERPRET")
         prepare = {name: value for name, value in prepare.items() if name not in absent}
+        prepare["GATE_IN_TILE"] = g.dtype == "bfloat16"
     first_name = "prepare_chunk_pairs" if paired else "prepare_chunks"
     prepare_options = {"num_warps": 2 if narrow and block_k * block_v <= 128 * 128 else 8, "num_stages": 1}
     if paired:

@@ -9,7 +9,7 @@ PAGE = 64
 WIDTH = 128
 RESIDENT = 512  # programs that run at once: 4 on each of the 132 multiprocessors of an H200, rounded to a power of two
 MOST_CANDIDATES = 128
-MOST_TILE = 2048  # codes a step of the selection
+MOST_TILE = 1024  # codes a step of the selection
 LEVELS = 4
 HEADER = 128  # words before the histograms of a row: counters, each in a cache line of its own
 MOST_KEYS = 1 << 24  # a histogram's counts
@@ -79,6 +79,7 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
         "MOST": MOST_CANDIDATES,
         "TILE": tile,
         "ONE": pages_each * PAGE <= tile,
+        "SEGMENTS": 1 if 2 * top > total // 4 or pages_each < 8 else 2 if pages_each < 128 else 3,
         "STEP": 2 if quantised and pages_each > 1 else 1,
         "STATE": words,
         "STAGE": -1,

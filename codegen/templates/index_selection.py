@@ -123,12 +123,11 @@ def bin_of_rank(histogram, wanted):
 
 
 @triton.jit
-def count_scores(codes, low, high, histogram, first, TILE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Add this program's visible codes to the row's histogram."""
-    for start in range(low, high, TILE):
-        position = start + tl.arange(0, TILE)
-        code = tl.load(codes + position, mask=position < high, other=0).to(tl.uint32, bitcast=True)
-        count_bins(histogram, code_bin(code, first), position, code != 0, INTERPRET)
+def count_codes(codes, position, high, histogram, first, gate, INTERPRET: tl.constexpr):
+    """Add the visible codes at some positions below ``high`` to the histogram, those from bin ``gate`` on."""
+    code = tl.load(codes + position, mask=position < high, other=0).to(tl.uint32, bitcast=True)
+    bin = code_bin(code, first)
+    count_bins(histogram, bin, position, (code != 0) & (bin >= gate), INTERPRET)
 
 
 @triton.jit
@@ -190,32 +189,37 @@ def settle(
 ):  # fmt: skip
     """The last winner's code, how many keys of just that code win, and how many keys of the slices before this one lie
     above it and at it."""
-    part = tl.arange(0, SPLITS)
-    before = tl.load(above_counts + part, mask=part < split, other=0, cache_modifier=".cg")
+    own = tl.arange(0, MOST)
+    EACH: tl.constexpr = (SPLITS + MOST - 1) // MOST
+    part = own[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    before = tl.sum(tl.load(above_counts + part, mask=part < split, other=0, cache_modifier=".cg"), 1)
     if count <= MOST:
-        own = tl.arange(0, MOST)
         packed = tl.load(candidates + own, mask=own < count, other=0, cache_modifier=".cg")
-        rivals = tl.load(candidates + own, mask=own < count, other=0, cache_modifier=".cg")
         # Codes by their distance from the first of the range, which 32 bits hold.
         offset = tl.where(own < count, ((packed >> 32) & 0xFFFFFFFF) - begin, -1).to(tl.int32)
-        rival = tl.where(own < count, ((rivals >> 32) & 0xFFFFFFFF) - begin, -1).to(tl.int32)
-        larger = tl.sum((rival[None, :] > offset[:, None]).to(tl.int32), 1)
+        larger = tl.zeros([MOST], tl.int32)
+        for start in tl.static_range(0, MOST, 32):
+            other = start + tl.arange(0, 32)
+            rivals = tl.load(candidates + other, mask=other < count, other=0, cache_modifier=".cg")
+            rival = tl.where(other < count, ((rivals >> 32) & 0xFFFFFFFF) - begin, -1).to(tl.int32)
+            larger += tl.sum((rival[None, :] > offset[:, None]).to(tl.int32), 1)
         # Of the codes with fewer than ``wanted`` larger ones the smallest is the last winner's.
         last = tl.min(tl.where((offset >= 0) & (larger < wanted), offset, 0x7FFFFFFF), 0)
         threshold = tl.where(count > 0, begin + last, 0)
         earlier = packed.to(tl.int32) < low
-        fields = (offset > last).to(tl.int32)
-        fields += (earlier & (offset >= 0) & (offset == last)).to(tl.int32) << 10
-        fields += (earlier & (offset > last)).to(tl.int32) << 20
+        fields = (before + (earlier & (offset > last)).to(tl.int32)).to(tl.int64) << 32
+        fields += (earlier & (offset >= 0) & (offset == last)).to(tl.int64) << 16
+        fields += (offset > last).to(tl.int64)
         sums = tl.sum(fields, 0)
-        ties = tl.where(count > 0, wanted - (sums & 0x3FF), 0)
-        ties_before = (sums >> 10) & 0x3FF
-        above_before = (sums >> 20) + tl.sum(before, 0)
+        ties = tl.where(count > 0, wanted - (sums & 0xFFFF).to(tl.int32), 0)
+        ties_before = (sums >> 16).to(tl.int32) & 0xFFFF
+        above_before = (sums >> 32).to(tl.int32)
     else:
         threshold = begin
         ties = wanted
         above_before = tl.sum(before, 0)
-        ties_before = tl.sum(tl.load(tie_counts + part, mask=part < split, other=0, cache_modifier=".cg"), 0)
+        tied = tl.load(tie_counts + part, mask=part < split, other=0, cache_modifier=".cg")
+        ties_before = tl.sum(tl.sum(tied, 1), 0)
     return threshold, ties, above_before, ties_before
 
 

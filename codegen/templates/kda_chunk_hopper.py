@@ -9,6 +9,7 @@ in shared memory, so a thread holds little besides its 64 elements, and three pr
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from kimigraph.codegen.templates.kda_chunk import chunk_rows
@@ -50,6 +51,40 @@ def inverse_of_blocks(strict, tiles0, tiles1, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def copy_rows(
+    tile,
+    tensor,
+    sequence0,
+    first0,
+    count0,
+    sequence1,
+    first1,
+    count1,
+    head,
+    STRIDE: gl.constexpr,
+    ROW_TILE: gl.constexpr,
+):
+    """Have 32 tokens from ``first0`` on and 32 from ``first1`` on copied to a tile [64, 128], as far as they are there.
+
+    Rows without a token become zeros.
+    """
+    row = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, ROW_TILE)), 1)
+    lane = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, ROW_TILE)), 0)
+    start0 = sequence0.to(gl.int64) * STRIDE[0] + first0.to(gl.int64) * STRIDE[1]
+    start1 = sequence1.to(gl.int64) * STRIDE[0] + first1.to(gl.int64) * STRIDE[1]
+    place = tensor + head * STRIDE[2] + gl.where(row < 32, start0, start1)
+    mask = (row % 32 < gl.where(row < 32, count0, count1)) & (lane >= 0)
+    async_copy.async_copy_global_to_shared(tile, place + ((row % 32) * STRIDE[1] + lane * STRIDE[3]), mask=mask)
+
+
+@gluon.jit
+def own_rows(tile, ROW_TILE: gl.constexpr, LAYOUT: gl.constexpr):
+    """[2, 32, 128] in fp32 of a tile [64, 128]: to each thread of ``LAYOUT`` the elements that it copied or stored."""
+    value = gl.reshape(tile.load(ROW_TILE), [2, 32, 128])
+    return gl.convert_layout(value, LAYOUT, assert_trivial=True).to(gl.float32)
+
+
+@gluon.jit
 def prepare_chunk_pairs(
     q,
     k,
@@ -80,6 +115,7 @@ def prepare_chunk_pairs(
     RATE_STRIDE: gl.constexpr,
     BIAS_STRIDE: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    GATE_IN_TILE: gl.constexpr,
 ):
     """The scratch of ``prepare_chunks`` for slots 2 i and 2 i + 1; slots are an even number."""
     C: gl.constexpr = 32
@@ -87,6 +123,7 @@ def prepare_chunk_pairs(
     ROWS: gl.constexpr = 2 * C
     # A warp has 16 tokens, a thread 8 tokens in a row by 8 channels: sums over tokens are mostly its own.
     TILE: gl.constexpr = gl.BlockedLayout([1, 8, 8], [1, 2, 16], [2, 2, 1], [2, 1, 0])
+    ROW_TILE: gl.constexpr = gl.BlockedLayout([8, 8], [2, 16], [4, 1], [1, 0])  # the same, with the chunks as one axis
     CHUNK_ROW: gl.constexpr = gl.SliceLayout(2, TILE)  # [chunk, token]
     CHUNK_CHANNEL: gl.constexpr = gl.SliceLayout(1, TILE)  # [chunk, channel]
     SQUARE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
@@ -107,16 +144,29 @@ def prepare_chunk_pairs(
     first_chunk = gl.expand_dims(chunk == 0, 2)
     across = gl.expand_dims(row, 2)
     mask = gl.expand_dims(inside, 2) & (lane >= 0)
-    logit = load_rows(g, sequence0, first0, sequence1, first1, head, first_chunk, across, lane, mask, G_STRIDE)
-    key = load_rows(k, sequence0, first0, sequence1, first1, head, first_chunk, across, lane, mask, K_STRIDE)
-
     ahead_tile = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], SHARED)
     behind_tile = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], SHARED)
     query_tile = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], SHARED)
     value_tile = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], SHARED)
+    # All operands are under way at once and occupy no register. A thread turns its own elements of a tile, in place.
+    copy_rows(ahead_tile, k, sequence0, first0, count0, sequence1, first1, count1, head, K_STRIDE, ROW_TILE)
+    if GATE_IN_TILE:
+        copy_rows(behind_tile, g, sequence0, first0, count0, sequence1, first1, count1, head, G_STRIDE, ROW_TILE)
+    async_copy.commit_group()
+    copy_rows(query_tile, q, sequence0, first0, count0, sequence1, first1, count1, head, Q_STRIDE, ROW_TILE)
+    copy_rows(value_tile, v, sequence0, first0, count0, sequence1, first1, count1, head, V_STRIDE, ROW_TILE)
+    async_copy.commit_group()
+    if GATE_IN_TILE:
+        async_copy.wait_group(1)
+        gate = own_rows(behind_tile, ROW_TILE, TILE)
+    else:
+        start0 = sequence0.to(gl.int64) * G_STRIDE[0] + first0.to(gl.int64) * G_STRIDE[1]
+        start1 = sequence1.to(gl.int64) * G_STRIDE[0] + first1.to(gl.int64) * G_STRIDE[1]
+        place = g + head * G_STRIDE[2] + gl.where(first_chunk, start0, start1)
+        gate = gl.load(place + (across * G_STRIDE[1] + lane * G_STRIDE[3]), mask=mask, other=0.0).to(gl.float32)
+        async_copy.wait_group(1)
 
     # In base 2 from here: the gate is linear in its bound.
-    gate = logit.to(gl.float32)
     if a_log is not None:
         rate = gl.exp(gl.load(a_log + head * RATE_STRIDE).to(gl.float32))
         bias = gl.load(dt_bias + head * BIAS_STRIDE[0] + channel * BIAS_STRIDE[1]).to(gl.float32)
@@ -136,7 +186,7 @@ def prepare_chunk_pairs(
     later_channel = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(1, CHUNK_CHANNEL)), 1)
     gl.store(decays + base * D + later_channel * (H * D) + channel, gl.exp2(total))
 
-    key = key.to(gl.float32)
+    key = own_rows(ahead_tile, ROW_TILE, TILE)
     if L2_NORM:
         key = key * gl.expand_dims(gl.rsqrt(gl.sum(key * key, 2) + L2_EPS), 2)
     behind = key * gl.exp2(-since)
@@ -144,9 +194,8 @@ def prepare_chunk_pairs(
     gl.store(writes + base * (C * D) + wide, (behind * half).to(gl.bfloat16))
     ahead = gl.exp2(since)
     ahead_tile.store(gl.reshape((key * ahead).to(gl.bfloat16), [ROWS, D]))
-    query = load_rows(q, sequence0, first0, sequence1, first1, head, first_chunk, across, lane, mask, Q_STRIDE).to(
-        gl.float32
-    )
+    async_copy.wait_group(0)
+    query = own_rows(query_tile, ROW_TILE, TILE)
     if L2_NORM:
         query = query * gl.expand_dims(gl.rsqrt(gl.sum(query * query, 2) + L2_EPS) * SCALE, 2)
     else:
@@ -155,7 +204,6 @@ def prepare_chunk_pairs(
     query_tile.store(gl.reshape(query.to(gl.bfloat16), [ROWS, D]))
     # W above R: a slot has 2 C rows.
     gl.store(reads + base * (2 * C * D) + C * D + stacked, (query * half).to(gl.bfloat16))
-    value = load_rows(v, sequence0, first0, sequence1, first1, head, first_chunk, across, lane, mask, V_STRIDE)
     fence_async_shared()
     tl.debug_barrier()
 
@@ -173,7 +221,6 @@ def prepare_chunk_pairs(
     strength_j = strength_of(
         beta, a_log, j_row, head, first0, count0, sequence0, first1, count1, sequence1, C, BETA_STRIDE
     )
-    value_tile.store(gl.reshape(value, [ROWS, D]))
     pairs_k = warpgroup_mma_wait(1, deps=[pairs_k])
     same = i // C == j // C
     strict = gl.where(same & (j < i), pairs_k * gl.expand_dims(strength_i, 1), 0.0)
@@ -194,28 +241,15 @@ def prepare_chunk_pairs(
     # W = A (k exp(G)), of which the tile lacks the factor exp(T / 2) of each channel.
     tl.debug_barrier()
     STAGE: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    ROW_TILE: gl.constexpr = gl.BlockedLayout([8, 8], [2, 16], [4, 1], [1, 0])
     stage = behind_tile._reinterpret(gl.bfloat16, [ROWS, D], STAGE)
     stage.store(erasing.to(gl.bfloat16))
     corrected = warpgroup_mma_wait(0, deps=[corrected])
     tl.debug_barrier()
-    erasing_rows = gl.reshape(stage.load(ROW_TILE), [2, C, D])
-    erasing_rows = gl.convert_layout(erasing_rows, TILE, assert_trivial=True).to(gl.float32) * half
-    gl.store(reads + base * (2 * C * D) + stacked, erasing_rows.to(gl.bfloat16))
+    gl.store(reads + base * (2 * C * D) + stacked, (own_rows(stage, ROW_TILE, TILE) * half).to(gl.bfloat16))
     stage_values = query_tile._reinterpret(gl.bfloat16, [ROWS, D], STAGE)
     stage_values.store(corrected.to(gl.bfloat16))
     tl.debug_barrier()
-    value_rows = gl.convert_layout(gl.reshape(stage_values.load(ROW_TILE), [2, C, D]), TILE, assert_trivial=True)
-    gl.store(values + base * (C * D) + wide, value_rows)
-
-
-@gluon.jit
-def load_rows(tensor, sequence0, first0, sequence1, first1, head, first_chunk, row, lane, mask, STRIDE: gl.constexpr):
-    """[2, 32, 128] of a [B, T, H, D] tensor: 32 tokens from ``first0`` and 32 from ``first1``, 0 outside of ``mask``."""
-    start0 = sequence0.to(gl.int64) * STRIDE[0] + first0.to(gl.int64) * STRIDE[1]
-    start1 = sequence1.to(gl.int64) * STRIDE[0] + first1.to(gl.int64) * STRIDE[1]
-    place = tensor + head * STRIDE[2] + gl.where(first_chunk, start0, start1)
-    return gl.load(place + (row * STRIDE[1] + lane * STRIDE[3]), mask=mask, other=0.0)
+    gl.store(values + base * (C * D) + wide, own_rows(stage_values, ROW_TILE, TILE).to(gl.bfloat16))
 
 
 @gluon.jit

@@ -22,14 +22,14 @@ from kimigraph.codegen.templates.index_selection import (
     bin_of_rank,
     bin_range,
     collect_slice,
-    count_scores,
+    count_codes,
     count_slice,
     first_step,
     list_slice,
     narrow_range,
     settle,
 )
-from kimigraph.codegen.templates.meeting import meet, row_state
+from kimigraph.codegen.templates.meeting import after_all_threads, meet, row_state
 from kimigraph.codegen.templates.order_code import order_code
 
 INTERPRET = knobs.runtime.interpret
@@ -104,14 +104,14 @@ def keep_anchor(anchor, threshold):
 
 @triton.jit
 def score_pages(
-    tiles, keys, block_table, sequence, page, last_page, pages, limit, query, weight, codes,
+    tiles, keys, block_table, sequence, page, last_page, pages, limit, query, weight, codes, histogram, first, gate,
     T: tl.constexpr, TABLE_STRIDE: tl.constexpr, PAGED: tl.constexpr, QUANTISED: tl.constexpr, STEP: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Score pages ``page`` to ``last_page``, STEP (1 or 2) at once.
+    """Score pages ``page`` to ``last_page``, STEP (1 or 2) at once, and count the codes from bin ``gate`` on.
 
-    Their scales feed no product, so that nothing but this loop loads them ahead: by one step, which keeps the loop's
-    own pipelining.
+    Scales feed no product, so that nothing but this loop loads them ahead: by one step, which keeps the loop's own
+    pipelining. Codes are counted from memory, which spreads them over the threads, one each.
     """
     entry_a = page_entry(block_table, sequence, page, pages, T, TABLE_STRIDE, PAGED)
     entry_b = page_entry(block_table, sequence, page + 1, pages, T, TABLE_STRIDE, PAGED)
@@ -135,6 +135,9 @@ def score_pages(
         keep_page(codes, code_a, entry_a, now, limit, last_page)
         if STEP == 2:
             keep_page(codes, code_b, entry_b, now + 1, limit, last_page)
+        stored = now if INTERPRET else after_all_threads(now)
+        position = stored * 64 + tl.arange(0, STEP * 64)
+        count_codes(codes, position, tl.minimum(last_page * 64, limit), histogram, first, gate, INTERPRET)
 
 
 @triton.jit
@@ -143,7 +146,7 @@ def index_and_select(
     S: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr,
     Q_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, LENGTH_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr,
     PAGED: tl.constexpr, QUANTISED: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, ONE: tl.constexpr,
-    STEP: tl.constexpr, STATE: tl.constexpr, STAGE: tl.constexpr, INTERPRET: tl.constexpr,
+    SEGMENTS: tl.constexpr, STEP: tl.constexpr, STATE: tl.constexpr, STAGE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One slice of one query row. ``state`` holds STATE words a row: counters and histograms, zero between launches."""
     ALL: tl.constexpr = STAGE < 0
@@ -181,13 +184,18 @@ def index_and_select(
             query = query.to(tl.float32)
         weight_row = weights + sequence * WEIGHT_STRIDE[0] + token * WEIGHT_STRIDE[1]
         weight = tl.load(weight_row + head * WEIGHT_STRIDE[2]).to(tl.float32) * SCALE
-        score_pages(
-            tiles, keys, block_table, sequence, page, last_page, pages, limit, query, weight, codes,
-            T, TABLE_STRIDE, PAGED, QUANTISED, STEP, INTERPRET,
-        )  # fmt: skip
-        # Counting is a loop of its own: it wants the codes spread over the threads otherwise than products leave them.
-        tl.debug_barrier()
-        count_scores(codes, low, high, histogram, first, TILE, INTERPRET)
+        # What a part of the slice has shown bounds the k-th score from below: the rest counts from there on.
+        gate = tl.full([], 0, tl.int32)
+        done = page
+        for segment in range(0, SEGMENTS):
+            if segment > 0:
+                gate = tl.maximum(bin_of_rank(histogram, K)[0], 0)
+            until = tl.minimum(page + (each >> (2 * (SEGMENTS - 1 - segment))), last_page)
+            score_pages(
+                tiles, keys, block_table, sequence, done, until, pages, limit, query, weight, codes, histogram, first,
+                gate, T, TABLE_STRIDE, PAGED, QUANTISED, STEP, INTERPRET,
+            )  # fmt: skip
+            done = until
     begin = tl.full([], 1, tl.int64)
     end = tl.full([], 1, tl.int64)
     wanted = tl.full([], K, tl.int32)

@@ -8,6 +8,17 @@ import triton.language as tl
 
 
 @triton.jit
+def after_all_threads(value):
+    """A scalar as it is, once all threads of the program have come here: what they wrote before can be read then.
+
+    ``tl.debug_barrier`` does the same, but a loop that holds one is not pipelined.
+    """
+    return tl.inline_asm_elementwise(
+        "bar.sync 0; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def meet(arrivals, SPLITS: tl.constexpr):
     """Wait until the SPLITS programs of a row have come here; what they wrote before is then visible.
 

@@ -66,31 +66,81 @@ def scaled_e4m3(bits, high, low):
 
 
 @triton.jit
-def latent_tile(
-    latent, scales, page, slot, exists, LATENT_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
-    BLOCK_K: tl.constexpr, INTERPRET: tl.constexpr,
+def load_rows(
+    latent, rope, scales, block_table, sequence, index, T: tl.constexpr, PAGE: tl.constexpr,
+    TABLE_STRIDE: tl.constexpr, LATENT_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_K, 512] rows; zeros where none exists, whatever stands in the cache."""
+    """The rows of some picks as they are stored: [., 4, 128] bytes with [., 4] scales, or [., 512] latents (whose
+    scales mean nothing), [., 64] rope parts, and which rows exist; zeros where none does, whatever the cache holds."""
+    page, slot, exists = row_offsets(block_table, sequence, index, T, TABLE_STRIDE, PAGE)
+    quarter = tl.arange(0, 4)
+    inner = tl.arange(0, 128)
     row = latent + page * LATENT_STRIDE[0] + slot * LATENT_STRIDE[1]
-    if scales is None:
-        tile = tl.load(row[:, None] + tl.arange(0, 512)[None, :], mask=exists[:, None], other=0.0)
-        if INTERPRET:
-            tile = tile.to(tl.float32)
-    else:
-        quarter = tl.arange(0, 4)
-        inner = tl.arange(0, 128)
+    if scales is not None:
         place = row[:, None, None] + (quarter * 128)[None, :, None] + inner[None, None, :]
-        bits = tl.load(place, mask=exists[:, None, None], other=0)
+        stored = tl.load(place, mask=exists[:, None, None], other=0)
         scale_row = scales + page * SCALE_STRIDE[0] + slot * SCALE_STRIDE[1]
         scale = tl.load(scale_row[:, None] + quarter[None, :], mask=exists[:, None], other=0.0)
+    else:
+        stored = tl.load(row[:, None] + tl.arange(0, 512)[None, :], mask=exists[:, None], other=0.0)
+        scale = exists
+    key_row = rope + page * ROPE_STRIDE[0] + slot * ROPE_STRIDE[1]
+    keys = tl.load(key_row[:, None] + tl.arange(0, 64)[None, :], mask=exists[:, None], other=0.0)
+    return stored, scale, keys, exists
+
+
+@triton.jit
+def latent_values(stored, scale, INTERPRET: tl.constexpr):
+    """[., 512] latents of ``load_rows`` as bf16 (fp32 under the interpreter)."""
+    if stored.dtype == tl.uint8:
+        shape: tl.constexpr = stored.shape
         if INTERPRET:
-            tile = e4m3_value(bits) * scale[:, :, None]
+            stored = e4m3_value(stored) * scale[:, :, None]
         else:
             high, low = two_halves(scale * 1329227995784915872903807060280344576.0)
-            shape: tl.constexpr = (BLOCK_K, 4, 128)
-            tile = scaled_e4m3(bits, tl.broadcast_to(high[:, :, None], shape), tl.broadcast_to(low[:, :, None], shape))
-        tile = tl.reshape(tile, (BLOCK_K, 512))
-    return tile
+            high = tl.broadcast_to(high[:, :, None], shape)
+            stored = scaled_e4m3(stored, high, tl.broadcast_to(low[:, :, None], shape))
+        stored = tl.reshape(stored, (shape[0], 512))
+    elif INTERPRET:
+        stored = stored.to(tl.float32)
+    return stored
+
+
+@triton.jit
+def load_queries(
+    q_latent, q_rope, sequence, token, first_head,
+    H: tl.constexpr, Q_STRIDE: tl.constexpr, Q_ROPE_STRIDE: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Both parts of 64 heads' queries; zeros past the last head."""
+    head = first_head + tl.arange(0, 64)
+    heads = (head < H)[:, None]
+    q_row = q_latent + sequence * Q_STRIDE[0] + token * Q_STRIDE[1]
+    query = tl.load(q_row + head[:, None] * Q_STRIDE[2] + tl.arange(0, 512)[None, :], mask=heads, other=0.0)
+    turn_row = q_rope + sequence * Q_ROPE_STRIDE[0] + token * Q_ROPE_STRIDE[1]
+    turned = tl.load(turn_row + head[:, None] * Q_ROPE_STRIDE[2] + tl.arange(0, 64)[None, :], mask=heads, other=0.0)
+    if INTERPRET:
+        query = query.to(tl.float32)
+        turned = turned.to(tl.float32)
+    return query, turned
+
+
+@triton.jit
+def attend_rows(
+    query, turned, stored, scale, keys, exists, peak, total, mixed, SCALE: tl.constexpr, INTERPRET: tl.constexpr
+):
+    """One step of the online softmax over loaded rows."""
+    values = latent_values(stored, scale, INTERPRET)
+    if INTERPRET:
+        keys = keys.to(tl.float32)
+    logit = tl.dot(turned, tl.trans(keys), input_precision="ieee")
+    logit = tl.dot(query, tl.trans(values), logit, input_precision="ieee")
+    logit = tl.where(exists[None, :], logit * (SCALE * 1.4426950408889634), float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(logit, 1))
+    shrink = tl.exp2(peak - new_peak)
+    weight = tl.exp2(logit - new_peak[:, None])
+    total = total * shrink + tl.sum(weight, 1)
+    mixed = tl.dot(weight.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
+    return new_peak, total, mixed
 
 
 @triton.jit
@@ -113,47 +163,47 @@ def attend_and_join(
     if ALL or STAGE == 0:
         sequence = row // S
         token = row % S
-        head = first_head + tl.arange(0, 64)
-        turn = tl.arange(0, 64)
-        heads = (head < H)[:, None]
-        q_row = q_latent + sequence * Q_STRIDE[0] + token * Q_STRIDE[1]
-        query = tl.load(q_row + head[:, None] * Q_STRIDE[2] + column[None, :], mask=heads, other=0.0)
-        turn_row = q_rope + sequence * Q_ROPE_STRIDE[0] + token * Q_ROPE_STRIDE[1]
-        turned = tl.load(turn_row + head[:, None] * Q_ROPE_STRIDE[2] + turn[None, :], mask=heads, other=0.0)
-        if INTERPRET:
-            query = query.to(tl.float32)
-            turned = turned.to(tl.float32)
         index_row = indices + sequence * INDEX_STRIDE[0] + token * INDEX_STRIDE[1]
+        pick = part * SPLIT + tl.arange(0, BLOCK_K)
         peak = tl.full([64], -1e30, tl.float32)
         total = tl.zeros([64], tl.float32)
         mixed = tl.zeros([64, 512], tl.float32)
-        for start in tl.range(0, SPLIT, BLOCK_K, num_stages=STAGES):
-            pick = part * SPLIT + start + tl.arange(0, BLOCK_K)
-            if K == SPLITS * SPLIT:
-                index = tl.load(index_row + pick * INDEX_STRIDE[2])
-            else:
-                index = tl.load(index_row + pick * INDEX_STRIDE[2], mask=pick < K, other=-1)
-            page, slot, exists = row_offsets(block_table, sequence, index, T, TABLE_STRIDE, PAGE)
-            values = latent_tile(latent, scales, page, slot, exists, LATENT_STRIDE, SCALE_STRIDE, BLOCK_K, INTERPRET)
-            key_row = rope + page * ROPE_STRIDE[0] + slot * ROPE_STRIDE[1]
-            keys = tl.load(key_row[:, None] + turn[None, :], mask=exists[:, None], other=0.0)
-            if INTERPRET:
-                keys = keys.to(tl.float32)
-            logit = tl.dot(turned, tl.trans(keys), input_precision="ieee")
-            logit = tl.dot(query, tl.trans(values), logit, input_precision="ieee")
-            logit = tl.where(exists[None, :], logit * (SCALE * 1.4426950408889634), float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(logit, 1))
-            shrink = tl.exp2(peak - new_peak)
-            weight = tl.exp2(logit - new_peak[:, None])
-            total = total * shrink + tl.sum(weight, 1)
-            mixed = tl.dot(weight.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
-            peak = new_peak
+        if SPLIT == BLOCK_K:
+            # The rows first: two latencies of the memory, one after the other, are most of the time.
+            index = tl.load(index_row + pick * INDEX_STRIDE[2], mask=pick < K, other=-1)
+            stored, scale, keys, exists = load_rows(
+                latent, rope, scales, block_table, sequence, index, T, PAGE, TABLE_STRIDE, LATENT_STRIDE, ROPE_STRIDE,
+                SCALE_STRIDE,
+            )  # fmt: skip
+            query, turned = load_queries(
+                q_latent, q_rope, sequence, token, first_head, H, Q_STRIDE, Q_ROPE_STRIDE, INTERPRET
+            )
+            peak, total, mixed = attend_rows(
+                query, turned, stored, scale, keys, exists, peak, total, mixed, SCALE, INTERPRET
+            )
+        else:
+            query, turned = load_queries(
+                q_latent, q_rope, sequence, token, first_head, H, Q_STRIDE, Q_ROPE_STRIDE, INTERPRET
+            )
+            for start in tl.range(0, SPLIT, BLOCK_K, num_stages=STAGES):
+                if K == SPLITS * SPLIT:
+                    index = tl.load(index_row + (start + pick) * INDEX_STRIDE[2])
+                else:
+                    index = tl.load(index_row + (start + pick) * INDEX_STRIDE[2], mask=start + pick < K, other=-1)
+                stored, scale, keys, exists = load_rows(
+                    latent, rope, scales, block_table, sequence, index, T, PAGE, TABLE_STRIDE, LATENT_STRIDE,
+                    ROPE_STRIDE, SCALE_STRIDE,
+                )  # fmt: skip
+                peak, total, mixed = attend_rows(
+                    query, turned, stored, scale, keys, exists, peak, total, mixed, SCALE, INTERPRET
+                )
         seen = total > 0.0
         mixed *= tl.where(seen, 1.0 / total, 0.0)[:, None]
         lse = tl.where(seen, peak + tl.log2(total), float("-inf"))
         if SPLITS == 1:
+            head = first_head + tl.arange(0, 64)
             place = out + (row * H + head)[:, None] * 512 + column[None, :]
-            tl.store(place, narrow(mixed, out, INTERPRET), mask=heads)
+            tl.store(place, narrow(mixed, out, INTERPRET), mask=(head < H)[:, None])
             tl.store(out_lse + row * H + head, lse * 0.6931471805599453, mask=head < H)
         else:
             own = (group * SPLITS + part) * 64 + tl.arange(0, 64)

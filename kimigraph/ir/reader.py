@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.fake import infer
@@ -33,9 +35,10 @@ def read_program(
     for statement in tree.body:
         reader.read(statement)
     graph_module = GraphModule(reader.root, reader.graph)
-    for node in reader.graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            infer(node)
+    with enable_python_dispatcher():  # some operators take no symbolic size without it
+        for node in reader.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                infer(node)
     tensors = {spec.name: constants[spec.source] for spec in inputs if spec.kind == "constant"}
     return CapturedProgram(graph_module, tuple(inputs), tuple(OutputSpec(name, name) for name in outputs), tensors)
 
@@ -49,7 +52,7 @@ class _Reader:
         self.graph, self.root = Graph(), torch.nn.Module()
         self._variables, self._constants = dict(variables), constants
         self._names: dict[str, Node] = {}
-        mode = FakeTensorMode()
+        mode = FakeTensorMode(shape_env=ShapeEnv())  # for sizes that depend on data
         for spec in inputs:
             node = self.graph.placeholder(spec.name)
             with mode:

@@ -47,7 +47,9 @@ def _comment(remark: Remark) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line and print the program. Exits with 1 when a pass fails and with 2 on wrong usage."""
-    parser = argparse.ArgumentParser(prog="python -m kimigraph.tools.opt", description="run passes on a printed program")
+    parser = argparse.ArgumentParser(
+        prog="python -m kimigraph.tools.opt", description="run passes on a printed program"
+    )
     parser.add_argument("file", type=Path, help="a dump")
     parser.add_argument("--passes", default="", help="pipeline, such as 'canonicalize,raise-kda' (default: no pass)")
     parser.add_argument("--remarks", action="store_true", help="print the passes' remarks after the program")

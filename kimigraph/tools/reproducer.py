@@ -9,8 +9,8 @@ from kimigraph.tools.bisect import Bisection
 
 _WIDTH = 120
 _USAGE = """Exits 1 when the failure shows and 0 when not. --without-rewrite runs the graph as it is when the pass
-leaves the wrong rewrite out; --diff prints what the pass changed. `python -m kimigraph.tools.replay FILE` runs the pass as
-installed now on `before`, and exits 0 once it is right."""
+leaves the wrong rewrite out; --diff prints what the pass changed. `python -m kimigraph.tools.replay FILE` runs
+the pass as installed now on `before`, and exits 0 once it is right."""
 _CRASH_USAGE = (
     "Runs the pass as installed now on `before`; exits 1 when it fails in the same way and 0 when it does not fail."
 )

@@ -14,11 +14,14 @@ from kimigraph.ir.remarks import PassResult
 from kimigraph.passes.base import Pass
 from kimigraph.passes.instruments.base import Instrument
 from kimigraph.passes.instruments.dot import graph_to_dot
+from kimigraph.passes.instruments.reproducer import REPRODUCER, print_failure
 from kimigraph.passes.options import print_pass
 from kimigraph.passes.pipeline import Pipeline
 
 MARKER = ".kimigraph-dumps.json"
-_OWN_NAME = re.compile(r"\d{3}-[a-z0-9-]+\.(py|diff|failed\.txt)|remarks\.jsonl|timings\.json|graph\.dot|report\.html")
+_OWN_NAME = re.compile(
+    r"\d{3}-[a-z0-9-]+\.(py|diff|failed\.txt)|remarks\.jsonl|timings\.json|graph\.dot|report\.html|reproducer\.py"
+)
 
 
 class DumpDirectory:
@@ -77,11 +80,13 @@ class DumpPasses(Instrument):
     """Writes ``000-capture.py``, ``NNN-<pass>.py``, ``.diff``, ``remarks.jsonl``, ``timings.json``, ``graph.dot``.
 
     Every file is complete after each pass, so a crash leaves the dumps up to it, with ``NNN-<pass>.failed.txt`` for the
-    pass that raised. ``UsageError``, before anything runs, when the directory holds other people's files.
+    pass that raised and ``reproducer.py``, which runs it again. ``UsageError``, before anything runs, when the
+    directory holds other people's files.
     """
 
     directory: Path
     _files: DumpDirectory = field(init=False, repr=False)
+    _before: str = field(init=False, default="", repr=False)
     _last: str = field(init=False, default="", repr=False)
     _stem: str = field(init=False, default="000-capture", repr=False)
     _timings: list[dict[str, Any]] = field(init=False, default_factory=lambda: [], repr=False)
@@ -106,7 +111,7 @@ class DumpPasses(Instrument):
         difference = unified_diff(self._last, text, self._stem, stem)
         if difference:
             self._files.write(f"{stem}.diff", difference)
-        self._last, self._stem = text, stem
+        self._before, self._last, self._stem = self._last, text, stem
         lines = [json.dumps({"index": index, **remark.as_dict()}) + "\n" for remark in result.remarks]
         self._files.append("remarks.jsonl", "".join(lines))
         entry = {"index": index, "pass": print_pass(item), "seconds": seconds, "modified": result.modified}
@@ -114,7 +119,9 @@ class DumpPasses(Instrument):
         self._flush(program)
 
     def pass_failed(self, index: int, item: Pass, program: CapturedProgram, error: Exception) -> None:
-        """Write the error and the graph as it is."""
+        """Write the error with the graph as it is, and the reproducer with the graph as it was."""
+        dumped = self._stem == f"{index:03d}-{item.name}"  # a watcher behind this one refused what the pass left
+        self._files.write(REPRODUCER, print_failure(self._before if dumped else self._last, item, error))
         text = f"{type(error).__name__}: {error}\n\nThe graph as the failure left it:\n\n{program.graph_module.graph}\n"
         self._files.write(f"{index:03d}-{item.name}.failed.txt", text)
         self._timings.append({"index": index, "pass": print_pass(item), "failed": f"{type(error).__name__}: {error}"})

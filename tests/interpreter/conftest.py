@@ -11,9 +11,7 @@ import torch
 import triton
 
 from kimigraph.codegen.kernel import KernelRequest, TensorSpec
-from kimigraph.codegen.specialize import kda_decode, lightning_indexer, sparse_attention
-
-BUILDERS = {"lightning_indexer": lightning_indexer, "sparse_attention": sparse_attention, "kda_decode": kda_decode}
+from kimigraph.codegen.specialize import BUILDERS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,7 +43,7 @@ def device() -> str:
 
 @pytest.fixture
 def kernel(tmp_path: Path):
-    """``kernel(op, tensors, attributes, poison=, **options)`` -> the imported module of the rendered text."""
+    """``kernel(op, tensors, attributes, poison=, target=, **options)`` -> the imported module of the rendered text."""
     number = itertools.count()
 
     def make(
@@ -53,6 +51,7 @@ def kernel(tmp_path: Path):
         tensors: dict[str, torch.Tensor | None],
         attributes: dict[str, Any],
         poison: int = 0x7FC00000,
+        target: str = "cpu",
         **options: Any,
     ) -> ModuleType:
         specs = {
@@ -61,7 +60,7 @@ def kernel(tmp_path: Path):
             else TensorSpec(tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in tensors.items()
         }
-        built = BUILDERS[op].build(KernelRequest(op, specs, attributes), **options)
+        built = BUILDERS[op](KernelRequest(op, specs, attributes, target), **options)
         path = tmp_path / f"{op}_{next(number)}.py"
         path.write_text(built.text, encoding="utf-8")
         spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -151,6 +151,7 @@ def test_a_crash_leaves_everything_up_to_it(tmp_path: Path, program: CapturedPro
         "002-crash.failed.txt",
         "graph.dot",
         "remarks.jsonl",
+        "reproducer.py",
         "timings.json",
     ]
     failure = (tmp_path / "002-crash.failed.txt").read_text()

@@ -40,7 +40,16 @@ def cli(*arguments: str) -> Any:
 
 
 def test_numerics_are_a_table_of_the_report(tmp_path: Path, outside: None) -> None:
-    command = ["compile", *COMMON, "--target", "cpu:reference", "--check-numerics", "--json", "--out", str(tmp_path / "a")]
+    command = [
+        "compile",
+        *COMMON,
+        "--target",
+        "cpu:reference",
+        "--check-numerics",
+        "--json",
+        "--out",
+        str(tmp_path / "a"),
+    ]
     result = cli(*command, "--passes", "canonicalize,commute,raise-kda")
     assert result.exit_code == 0, result.stderr
     table = json.loads(result.stdout)["numerics"]

@@ -4,20 +4,21 @@
 import torch
 
 from kimigraph.ir.program import InputSpec
+from kimigraph.ir.script import main
 
 INPUTS = (
     InputSpec("q", "input", "q", (2, 1, 4, 8), (32, 32, 8, 1), "float32"),
     InputSpec("keys", "input", "keys", (2, 16, 8), (128, 8, 1), "float32"),
     InputSpec("weights", "input", "weights", (2, 1, 4), (4, 4, 1), "float32"),
-    InputSpec("hides", "input", "hides", (2, 1, 16), (16, 16, 1), "bool", value_range=(0, 2)),
+    InputSpec("logits", "input", "logits", (2, 1, 16), (16, 16, 1), "float32"),
+    InputSpec("visible", "input", "visible", (2, 1, 16), (16, 16, 1), "bool", value_range=(0, 2)),
 )
-OUTPUTS = ("and_1",)
+OUTPUTS = ("softmax",)
 CONSTANTS = {}
 
 
 @torch.no_grad()
-def step(q, keys, weights, hides):
-    # top
+def step(q, keys, weights, logits, visible):
     transpose = torch.ops.aten.transpose.int(keys, -1, -2)  # float32[2, 8, 16]
     unsqueeze = torch.ops.aten.unsqueeze.default(transpose, 1)  # float32[2, 1, 8, 16]
     matmul = torch.ops.aten.matmul.default(q, unsqueeze)  # float32[2, 1, 4, 16]
@@ -26,11 +27,18 @@ def step(q, keys, weights, hides):
     unsqueeze_1 = torch.ops.aten.unsqueeze.default(weights, -2)  # float32[2, 1, 1, 4]
     matmul_1 = torch.ops.aten.matmul.default(unsqueeze_1, relu)  # float32[2, 1, 1, 16]
     squeeze = torch.ops.aten.squeeze.dim(matmul_1, -2)  # float32[2, 1, 16]
-    bitwise_not = torch.ops.aten.bitwise_not.default(hides)  # bool[2, 1, 16]
+    bitwise_not = torch.ops.aten.bitwise_not.default(visible)  # bool[2, 1, 16]
     masked_fill = torch.ops.aten.masked_fill.Scalar(squeeze, bitwise_not, float("-inf"))  # float32[2, 1, 16]
     topk = torch.ops.aten.topk.default(masked_fill, 5)  # (float32[2, 1, 5], int64[2, 1, 5])
     getitem_1 = topk[1]  # int64[2, 1, 5]
     zeros = torch.ops.aten.zeros.default([2, 1, 16], dtype=torch.bool, device=torch.device("cpu"), pin_memory=False)  # bool[2, 1, 16]
     scatter = torch.ops.aten.scatter.value(zeros, -1, getitem_1, True)  # bool[2, 1, 16]
-    and_1 = torch.ops.aten.__and__.Tensor(scatter, hides)  # bool[2, 1, 16]
-    return (and_1,)
+    and_1 = torch.ops.aten.__and__.Tensor(scatter, visible)  # bool[2, 1, 16]
+    bitwise_not_1 = torch.ops.aten.bitwise_not.default(and_1)  # bool[2, 1, 16]
+    masked_fill_1 = torch.ops.aten.masked_fill.Scalar(logits, bitwise_not_1, float("-inf"))  # float32[2, 1, 16]
+    softmax = torch.ops.aten.softmax.int(masked_fill_1, -1)  # float32[2, 1, 16]
+    return (softmax,)
+
+
+if __name__ == "__main__":
+    main(step, INPUTS, OUTPUTS, CONSTANTS)

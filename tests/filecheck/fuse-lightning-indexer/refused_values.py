@@ -4,22 +4,23 @@
 import torch
 
 from kimigraph.ir.program import InputSpec
+from kimigraph.ir.script import main
 
 INPUTS = (
     InputSpec("q", "input", "q", (2, 1, 4, 8), (32, 32, 8, 1), "float32"),
     InputSpec("keys", "input", "keys", (2, 16, 8), (128, 8, 1), "float32"),
     InputSpec("weights", "input", "weights", (2, 1, 4), (4, 4, 1), "float32"),
-    InputSpec("hides", "input", "hides", (2,), (1,), "int32", value_range=(0, 16)),
+    InputSpec("logits", "input", "logits", (2, 1, 16), (16, 16, 1), "float32"),
+    InputSpec("lengths", "input", "lengths", (2,), (1,), "int32", value_range=(0, 16)),
 )
-OUTPUTS = ("and_1", "getitem")
+OUTPUTS = ("softmax", "getitem")
 CONSTANTS = {}
 
 
 @torch.no_grad()
-def step(q, keys, weights, hides):
-    # top
+def step(q, keys, weights, logits, lengths):
     arange = torch.ops.aten.arange.default(16, device=torch.device("cpu"), pin_memory=False)  # int64[16]
-    view = torch.ops.aten.view.default(hides, [2, 1, 1])  # int32[2, 1, 1]
+    view = torch.ops.aten.view.default(lengths, [2, 1, 1])  # int32[2, 1, 1]
     le = torch.ops.aten.le.Tensor(arange, view)  # bool[2, 1, 16]
     transpose = torch.ops.aten.transpose.int(keys, -1, -2)  # float32[2, 8, 16]
     unsqueeze = torch.ops.aten.unsqueeze.default(transpose, 1)  # float32[2, 1, 8, 16]
@@ -37,4 +38,11 @@ def step(q, keys, weights, hides):
     zeros = torch.ops.aten.zeros.default([2, 1, 16], dtype=torch.bool, device=torch.device("cpu"), pin_memory=False)  # bool[2, 1, 16]
     scatter = torch.ops.aten.scatter.value(zeros, -1, getitem_1, True)  # bool[2, 1, 16]
     and_1 = torch.ops.aten.__and__.Tensor(scatter, le)  # bool[2, 1, 16]
-    return (and_1, getitem)
+    bitwise_not_1 = torch.ops.aten.bitwise_not.default(and_1)  # bool[2, 1, 16]
+    masked_fill_1 = torch.ops.aten.masked_fill.Scalar(logits, bitwise_not_1, float("-inf"))  # float32[2, 1, 16]
+    softmax = torch.ops.aten.softmax.int(masked_fill_1, -1)  # float32[2, 1, 16]
+    return (softmax, getitem)
+
+
+if __name__ == "__main__":
+    main(step, INPUTS, OUTPUTS, CONSTANTS)

@@ -5,6 +5,7 @@ import torch
 
 import kimigraph.ir.operators
 from kimigraph.ir.program import InputSpec
+from kimigraph.ir.script import main
 
 INPUTS = (
     InputSpec("q", "input", "q", (2, 2, 1, 10), (20, 10, 10, 1), "float32"),
@@ -22,7 +23,6 @@ CONSTANTS = {}
 
 @torch.no_grad()
 def step(q, latent, rope, kv_b, index_q, index_keys, index_weights, lengths):
-    # top
     arange = torch.ops.aten.arange.default(16, device=torch.device("cpu"), pin_memory=False)  # int64[16]
     view = torch.ops.aten.view.default(lengths, [2, 1, 1])  # int32[2, 1, 1]
     le = torch.ops.aten.le.Tensor(arange, view)  # bool[2, 1, 16]
@@ -51,3 +51,7 @@ def step(q, latent, rope, kv_b, index_q, index_keys, index_weights, lengths):
     softmax = torch.ops.aten.softmax.int(masked_fill_1, -1)  # float32[2, 2, 1, 16]
     matmul_3 = torch.ops.aten.matmul.default(softmax, getitem_3)  # float32[2, 2, 1, 5]
     return (matmul_3,)
+
+
+if __name__ == "__main__":
+    main(step, INPUTS, OUTPUTS, CONSTANTS)

@@ -4,6 +4,7 @@
 import torch
 
 from kimigraph.ir.program import InputSpec
+from kimigraph.ir.script import main
 
 INPUTS = (
     InputSpec("qkv", "input", "qkv", (2, 1, 22), (22, 22, 1), "float32"),
@@ -23,7 +24,6 @@ CONSTANTS = {}
 
 @torch.no_grad()
 def step(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight):
-    # top
     transpose = torch.ops.aten.transpose.int(qkv, 1, 2)  # float32[2, 22, 1]
     cat = torch.ops.aten.cat.default([conv_state, transpose], -1)  # float32[2, 22, 4]
     conv1d = torch.ops.aten.conv1d.default(cat, conv_weight, None, [1], [0], [1], 22)  # float32[2, 22, 1]
@@ -85,3 +85,7 @@ def step(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_ga
     sigmoid_2 = torch.ops.aten.sigmoid.default(out_gate)  # float32[2, 1, 2, 3]
     mul_12 = torch.ops.aten.mul.Tensor(mul_11, sigmoid_2)  # float32[2, 1, 2, 3]
     return (mul_12,)
+
+
+if __name__ == "__main__":
+    main(step, INPUTS, OUTPUTS, CONSTANTS)

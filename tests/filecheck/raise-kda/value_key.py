@@ -4,6 +4,7 @@
 import torch
 
 from kimigraph.ir.program import InputSpec
+from kimigraph.ir.script import main
 
 INPUTS = (
     InputSpec("qkv", "input", "qkv", (2, 1, 22), (22, 22, 1), "float32"),
@@ -23,7 +24,6 @@ CONSTANTS = {}
 
 @torch.no_grad()
 def step(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight):
-    # top
     transpose = torch.ops.aten.transpose.int(qkv, 1, 2)  # float32[2, 22, 1]
     cat = torch.ops.aten.cat.default([conv_state, transpose], -1)  # float32[2, 22, 4]
     conv1d = torch.ops.aten.conv1d.default(cat, conv_weight, None, [1], [0], [1], 22)  # float32[2, 22, 1]
@@ -77,3 +77,7 @@ def step(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_ga
     unsqueeze_7 = torch.ops.aten.unsqueeze.default(sum_4, 1)  # float32[2, 1, 2, 3]
     torch.ops.aten.copy_.default(state, add_3)  # float32[2, 2, 3, 4]; writes state
     return (unsqueeze_7,)
+
+
+if __name__ == "__main__":
+    main(step, INPUTS, OUTPUTS, CONSTANTS)
