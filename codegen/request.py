@@ -27,7 +27,7 @@ def tensor_arguments(node: Node) -> dict[str, Node | None]:
 
 
 def kernel_request(node: Node, target: str = "cpu") -> KernelRequest:
-    """The request for one call on ``target``: shapes, strides and dtypes from ``meta["val"]``, schema defaults filled in."""
+    """The request for one call on ``target``, with what ``meta["val"]`` records and schema defaults filled in."""
     tensors: dict[str, TensorSpec | None] = {}
     attributes: dict[str, Any] = {}
     for name, kind, value in _bind(node):

@@ -65,6 +65,7 @@ def build(request: KernelRequest) -> KernelModule:
         **dict(zip(names, (qkv, taps, conv, gate, bias, rate, beta, state), strict=True)),
         "out_gate": out_gate,
         "norm_weight": norm,
+        "slots": request.tensors.get("slots"),
         "out": qkv.dtype,
     }
     launch = {"out": (batch, tokens, heads, value_dim), "grid": (batch * heads,)}
@@ -99,7 +100,7 @@ def build_gluon(
     if constants["S"] == 1:
         options["maxnreg"] = 128  # two programs share an SM
     text = render("kda_decode_gluon", {**launch, "kda_step": constants, "options": options})
-    return KernelModule(text, (ahead_of_time("kda_step", operands | {"slots": None}, constants, options),))
+    return KernelModule(text, (ahead_of_time("kda_step", operands, constants, options),))
 
 
 def parts_and_streaming(programs: int) -> tuple[int, bool]:

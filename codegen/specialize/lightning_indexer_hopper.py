@@ -90,7 +90,7 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
         "lightning_indexer_hopper",
         {
             "codes": (rows, total),
-            "candidates": (rows, MOST_CANDIDATES),
+            "candidates": (rows, 2 * MOST_CANDIDATES),
             "counts": (rows, 2 * splits),
             "picked": (batch, tokens, top),
             "state": rows * words,
@@ -106,7 +106,7 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
         "lengths": lengths,
         "block_table": table,
         "codes": "int32",
-        "candidates": "int64",
+        "candidates": "int32",
         "counts": "int32",
         "state": "int32",
         "picked": "int32",

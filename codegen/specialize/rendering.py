@@ -42,7 +42,10 @@ def render(op: str, constants: dict[str, Any]) -> str:
     # After the template's own "import" lines: a file of kernels always has that of torch.
     last = max(node.lineno for node in tree.body if isinstance(node, ast.Import))
     lines[last - 1] = "\n".join([lines[last - 1], *sorted(shared.imports - own)])
-    return "\n".join(lines[tree.body[0].end_lineno :]).strip() + "\n"
+    text = "\n".join(lines[tree.body[0].end_lineno :]).strip() + "\n"
+    names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    assert len(names) == len(set(names)), f"the template {op} and what it shares define a name twice"
+    return text
 
 
 class _Shared:

@@ -165,7 +165,8 @@ def collect_slice(
     codes, low, high, begin, end, count, candidates, candidate_count, above_counts, tie_counts,
     MOST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Count this program's codes above the range and in it; up to MOST codes in it in the row join the candidates."""
+    """Count this program's codes above the range and in it; if the row has no more than MOST in it, they become
+    candidates, by their distance from ``begin`` (the first half of ``candidates``) and their position."""
     above = tl.zeros([TILE], tl.int32)
     ties = tl.zeros([TILE], tl.int32)
     for start in range(low, high, TILE):
@@ -176,7 +177,8 @@ def collect_slice(
         ties += inside.to(tl.int32)
         if count <= MOST:
             place = tl.atomic_add(candidate_count + tl.zeros([TILE], tl.int32), 1, mask=inside, sem="relaxed")
-            tl.store(candidates + place, (code << 32) | position, mask=inside)
+            tl.store(candidates + place, (code - begin).to(tl.int32), mask=inside)
+            tl.store(candidates + MOST + place, position, mask=inside)
     tl.store(above_counts, tl.sum(above, 0))
     if count > MOST:
         tl.store(tie_counts, tl.sum(ties, 0))
@@ -194,19 +196,19 @@ def settle(
     part = own[:, None] * EACH + tl.arange(0, EACH)[None, :]
     before = tl.sum(tl.load(above_counts + part, mask=part < split, other=0, cache_modifier=".cg"), 1)
     if count <= MOST:
-        packed = tl.load(candidates + own, mask=own < count, other=0, cache_modifier=".cg")
-        # Codes by their distance from the first of the range, which 32 bits hold.
-        offset = tl.where(own < count, ((packed >> 32) & 0xFFFFFFFF) - begin, -1).to(tl.int32)
-        larger = tl.zeros([MOST], tl.int32)
-        for start in tl.static_range(0, MOST, 32):
+        offset = tl.load(candidates + own, mask=own < count, other=-1, cache_modifier=".cg")
+        position = tl.load(candidates + MOST + own, mask=own < count, other=0, cache_modifier=".cg")
+        # Rivals down the rows: their number adds up inside the threads, and crosses them once.
+        larger = tl.zeros([32, MOST], tl.int32)
+        for start in range(0, count, 32):
             other = start + tl.arange(0, 32)
-            rivals = tl.load(candidates + other, mask=other < count, other=0, cache_modifier=".cg")
-            rival = tl.where(other < count, ((rivals >> 32) & 0xFFFFFFFF) - begin, -1).to(tl.int32)
-            larger += tl.sum((rival[None, :] > offset[:, None]).to(tl.int32), 1)
+            rival = tl.load(candidates + other, mask=other < count, other=-1, cache_modifier=".cg")
+            larger += (rival[:, None] > offset[None, :]).to(tl.int32)
+        larger = tl.sum(larger, 0)
         # Of the codes with fewer than ``wanted`` larger ones the smallest is the last winner's.
         last = tl.min(tl.where((offset >= 0) & (larger < wanted), offset, 0x7FFFFFFF), 0)
         threshold = tl.where(count > 0, begin + last, 0)
-        earlier = packed.to(tl.int32) < low
+        earlier = position < low
         fields = (before + (earlier & (offset > last)).to(tl.int32)).to(tl.int64) << 32
         fields += (earlier & (offset >= 0) & (offset == last)).to(tl.int64) << 16
         fields += (offset > last).to(tl.int64)

@@ -13,33 +13,11 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from kimigraph.codegen.templates.kda_gate import log_decay, sigmoid
+from kimigraph.codegen.templates.rounding import narrow
+
 INTERPRET = knobs.runtime.interpret
 CONSTANTS: dict[str, Any] = {}
-
-
-@triton.jit
-def narrow(value, out, INTERPRET: tl.constexpr):
-    """fp32 -> the element type of ``out``, rounding to nearest even; the interpreter's own cast to bf16 truncates."""
-    if INTERPRET and out.dtype.element_ty == tl.bfloat16:
-        bits = value.to(tl.uint32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
-        narrowed = tl.where(value != value, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        narrowed = value.to(out.dtype.element_ty)
-    return narrowed
-
-
-@triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(-x)); exp may overflow to infinity, which gives the right 0."""
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp(x)) without overflow; the two terms of the series keep what 1 + small would lose."""
-    small = tl.exp(-tl.abs(x))
-    return tl.maximum(x, 0.0) + tl.where(small < 1e-4, small - 0.5 * small * small, tl.log(1.0 + small))
 
 
 @triton.jit
@@ -146,8 +124,7 @@ def decay_of(
     raw = tl.load(gate_row + k * GATE_STRIDE[3], mask=in_k, other=0.0).to(tl.float32)
     bias = tl.load(dt_bias + head * BIAS_STRIDE[0] + k * BIAS_STRIDE[1], mask=in_k, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(a_log + head * RATE_STRIDE).to(tl.float32))
-    logit = raw + bias
-    return tl.exp(-rate * softplus(logit) if LOWER_BOUND is None else LOWER_BOUND * sigmoid(rate * logit))
+    return tl.exp(log_decay(raw + bias, rate, LOWER_BOUND))
 
 
 @triton.jit
@@ -162,6 +139,7 @@ def kda_step(
     state,
     out_gate,
     norm_weight,
+    slots,
     out,
     S: tl.constexpr,
     H: tl.constexpr,
@@ -195,26 +173,34 @@ def kda_step(
     v = tl.arange(0, BLOCK_V)
     in_k = k < K
     in_v = v < V
+    own_k = in_k
+    own_v = in_v
+    slot = sequence
+    if slots is not None:
+        # A row without a slot works on zeros, of which its output is zero.
+        slot = tl.load(slots + sequence).to(tl.int64)
+        own_k = in_k & (slot > 0)
+        own_v = in_v & (slot > 0)
     # STATE_STRIDE is (sequence, head, value channel, key channel) in either layout.
-    place = state + sequence * STATE_STRIDE[0] + head.to(tl.int64) * STATE_STRIDE[1]
+    place = state + slot * STATE_STRIDE[0] + head.to(tl.int64) * STATE_STRIDE[1]
     place = place + v[:, None] * STATE_STRIDE[2] + k[None, :] * STATE_STRIDE[3]
-    in_state = in_v[:, None] & in_k[None, :]
+    in_state = own_v[:, None] & own_k[None, :]
     memory = tl.load(place, mask=in_state, other=0.0).to(tl.float32)
     qkv_row = qkv + sequence * QKV_STRIDE[0]
-    conv_row = conv_state + sequence * CONV_STRIDE[0]
+    conv_row = conv_state + slot * CONV_STRIDE[0]
     q_channel = (head * K + k).to(tl.int64)
     k_channel = q_channel + H * K
     v_channel = (2 * H * K + head * V + v).to(tl.int64)
     for step in range(S):
         token = tl.full([], step, tl.int32)
         query = short_convolution(
-            qkv_row, conv_row, conv_weight, q_channel, in_k, token, S, QKV_STRIDE, CONV_STRIDE, TAP_STRIDE, N, W
+            qkv_row, conv_row, conv_weight, q_channel, own_k, token, S, QKV_STRIDE, CONV_STRIDE, TAP_STRIDE, N, W
         )
         key = short_convolution(
-            qkv_row, conv_row, conv_weight, k_channel, in_k, token, S, QKV_STRIDE, CONV_STRIDE, TAP_STRIDE, N, W
+            qkv_row, conv_row, conv_weight, k_channel, own_k, token, S, QKV_STRIDE, CONV_STRIDE, TAP_STRIDE, N, W
         )
         value = short_convolution(
-            qkv_row, conv_row, conv_weight, v_channel, in_v, token, S, QKV_STRIDE, CONV_STRIDE, TAP_STRIDE, N, W
+            qkv_row, conv_row, conv_weight, v_channel, own_v, token, S, QKV_STRIDE, CONV_STRIDE, TAP_STRIDE, N, W
         )
         gate_row = gate + sequence * GATE_STRIDE[0] + token.to(tl.int64) * GATE_STRIDE[1] + head * GATE_STRIDE[2]
         decay = decay_of(gate_row, dt_bias, a_log, head, k, in_k, GATE_STRIDE, BIAS_STRIDE, RATE_STRIDE, LOWER_BOUND)
@@ -240,22 +226,24 @@ def kda_step(
         tl.store(out_row + v, narrow(result, out, INTERPRET), mask=in_v)
     tl.store(place, narrow(memory, state, INTERPRET), mask=in_state)
     if N > 0:
-        new_q = next_columns(qkv_row, conv_row, q_channel, in_k, S, QKV_STRIDE, CONV_STRIDE, N, BLOCK_N, INTERPRET)
-        new_k = next_columns(qkv_row, conv_row, k_channel, in_k, S, QKV_STRIDE, CONV_STRIDE, N, BLOCK_N, INTERPRET)
-        new_v = next_columns(qkv_row, conv_row, v_channel, in_v, S, QKV_STRIDE, CONV_STRIDE, N, BLOCK_N, INTERPRET)
+        new_q = next_columns(qkv_row, conv_row, q_channel, own_k, S, QKV_STRIDE, CONV_STRIDE, N, BLOCK_N, INTERPRET)
+        new_k = next_columns(qkv_row, conv_row, k_channel, own_k, S, QKV_STRIDE, CONV_STRIDE, N, BLOCK_N, INTERPRET)
+        new_v = next_columns(qkv_row, conv_row, v_channel, own_v, S, QKV_STRIDE, CONV_STRIDE, N, BLOCK_N, INTERPRET)
         # Columns move between threads: all of them are read before any is written.
         tl.debug_barrier()
-        store_columns(conv_row, new_q, q_channel, in_k, CONV_STRIDE, N, BLOCK_N)
-        store_columns(conv_row, new_k, k_channel, in_k, CONV_STRIDE, N, BLOCK_N)
-        store_columns(conv_row, new_v, v_channel, in_v, CONV_STRIDE, N, BLOCK_N)
+        store_columns(conv_row, new_q, q_channel, own_k, CONV_STRIDE, N, BLOCK_N)
+        store_columns(conv_row, new_k, k_channel, own_k, CONV_STRIDE, N, BLOCK_N)
+        store_columns(conv_row, new_v, v_channel, own_v, CONV_STRIDE, N, BLOCK_N)
 
 
-def launch(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate=None, norm_weight=None):
+def launch(
+    qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate=None, norm_weight=None, slots=None
+):
     """The operator's tensors in schema order -> [B, S, H, V]; ``conv_state`` and ``state`` change in place."""
     out = torch.empty(CONSTANTS["out"], dtype=qkv.dtype, device=qkv.device)
     constants = {**CONSTANTS["kda_step"], "INTERPRET": INTERPRET}
     kda_step[CONSTANTS["grid"]](
-        qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight, out,
+        qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight, slots, out,
         **constants, **CONSTANTS["options"],
     )  # fmt: skip
     return out

@@ -30,22 +30,24 @@ def add_triples(a, b, c, d, e, f):
 
 
 @gluon.jit
-def load_state(place, STREAM: gl.constexpr):
-    """A tile of the state in fp32; ``STREAM`` keeps it from displacing what other programs still need."""
-    if STREAM:
-        value = gl.load(place, eviction_policy="evict_first")
+def load_state(place, live, STREAM: gl.constexpr):
+    """A tile of the state in fp32; ``STREAM`` keeps it from displacing what other programs still need.
+
+    ``live`` is None, or a mask of a row's own entry in the pool.
+    """
+    POLICY: gl.constexpr = "evict_first" if STREAM else ""
+    if live is None:
+        value = gl.load(place, eviction_policy=POLICY)
     else:
-        value = gl.load(place)
+        value = gl.load(place, mask=live, other=0.0, eviction_policy=POLICY)
     return value.to(gl.float32)
 
 
 @gluon.jit
-def store_state(place, value, STREAM: gl.constexpr):
+def store_state(place, value, live, STREAM: gl.constexpr):
     """Write a tile of the state in its own type."""
-    if STREAM:
-        gl.store(place, value.to(place.dtype.element_ty), cache_modifier=".cs")
-    else:
-        gl.store(place, value.to(place.dtype.element_ty))
+    MODIFIER: gl.constexpr = ".cs" if STREAM else ""
+    gl.store(place, value.to(place.dtype.element_ty), mask=live, cache_modifier=MODIFIER)
 
 
 @gluon.jit
@@ -95,20 +97,25 @@ def kda_step(
     program = gl.program_id(0)
     head = program % H
     sequence = (program // H).to(gl.int64)
-    if slots is None:
-        slot = sequence
-    else:
+    slot = sequence
+    if slots is not None:
         slot = gl.load(slots + sequence).to(gl.int64)
     v = gl.arange(0, ROWS, layout=VALUES)
     k = gl.arange(0, D, layout=KEYS)
     place = state + slot * STATE_STRIDE[0] + head.to(gl.int64) * STATE_STRIDE[1]
     place = place + gl.expand_dims(v * STATE_STRIDE[2], 1) + gl.expand_dims(k, 0)
+    # A row without a slot works on zeros, of which its output is zero.
+    live = None
+    if slots is not None:
+        live = (gl.expand_dims(v, 1) >= 0) & (gl.expand_dims(k, 0) >= 0) & (slot > 0)
 
     row = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, CHANNELS)), 1)
     at = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHANNELS)), 0)
     time = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, WINDOW))), 0), 0)
     is_gate = (row == 2) & (at >= 0)
     mixes = gl.expand_dims((row != 2) & (at >= 0), 2) & (time >= 0)
+    if slots is not None:
+        mixes = mixes & (slot > 0)
     channel = gl.where(row == 3, 2, row) * (H * D) + head * D + at
     across = gl.expand_dims(channel, 2)
     conv_place = conv_state + slot * CONV_STRIDE[0] + (across * CONV_STRIDE[1] + time * CONV_STRIDE[2])
@@ -125,7 +132,7 @@ def kda_step(
     bias_place = dt_bias + head * BIAS_STRIDE[0] + at * BIAS_STRIDE[1] + row * 0
     bias = gl.load(bias_place, mask=is_gate, other=0.0).to(gl.float32)
     rate = gl.load(a_log + head * RATE_STRIDE).to(gl.float32)
-    ahead = load_state(place, STREAM)
+    ahead = load_state(place, live, STREAM)
     rate = gl.exp(rate)
 
     # q, k, exp(g) and v of a token pass from their own layout to that of the state.
@@ -171,7 +178,7 @@ def kda_step(
         for block in gl.static_range(BLOCKS):
             memory = ahead * decay
             if block + 1 < BLOCKS:
-                ahead = load_state(place + (block + 1) * ROWS * STATE_STRIDE[2], STREAM)
+                ahead = load_state(place + (block + 1) * ROWS * STATE_STRIDE[2], live, STREAM)
             value = flat.slice(3 * D + block * ROWS, ROWS, 0).load(VALUES)
             # The read-out of the new state is that of the decayed one plus delta * (k . q): one sweep over the state.
             recalled, read = gl.reduce((memory * key, memory * query), 1, add_pairs)
@@ -179,7 +186,7 @@ def kda_step(
             result = read * norm_q + delta * agreement
             memory = memory + gl.expand_dims(delta * norm_k, 1) * key
             if S == 1:
-                store_state(place + block * ROWS * STATE_STRIDE[2], memory, STREAM)
+                store_state(place + block * ROWS * STATE_STRIDE[2], memory, live, STREAM)
             else:
                 ahead = memory
             squares += result * result
@@ -199,7 +206,7 @@ def kda_step(
                 result = result * sigmoid(out_gates[block].to(gl.float32))
             gl.store(out_row + block * ROWS + v, result.to(out.dtype.element_ty))
     if S > 1:
-        store_state(place, ahead, STREAM)
+        store_state(place, ahead, live, STREAM)
 
 
 def launch(

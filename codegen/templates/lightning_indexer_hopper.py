@@ -156,7 +156,7 @@ def index_and_select(
     sequence = row // S
     token = row % S
     codes += row * T
-    candidates += row * MOST
+    candidates += row * (2 * MOST)
     counts += row * (2 * SPLITS)
     state += row * STATE
     arrivals = state
@@ -260,8 +260,8 @@ def launch(q, keys, weights, lengths=None, mask=None, block_table=None):
     """The operator's tensors in schema order -> int32 [B, S, k]."""
     del mask
     scratch = {"dtype": torch.int32, "device": q.device}
-    codes, counts, picked = (torch.empty(CONSTANTS[name], **scratch) for name in ("codes", "counts", "picked"))
-    candidates = torch.empty(CONSTANTS["candidates"], dtype=torch.int64, device=q.device)
+    names = ("codes", "candidates", "counts", "picked")
+    codes, candidates, counts, picked = (torch.empty(CONSTANTS[name], **scratch) for name in names)
     state = (
         torch.zeros(CONSTANTS["state"], **scratch)
         if INTERPRET

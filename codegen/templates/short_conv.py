@@ -81,8 +81,8 @@ def convolve(
         column = tl.arange(0, BLOCK_W)[:, None]
         kept = in_c & (column < W - 1)
         last = earlier_input(x_row, state_row, S - (W - 1) + column, channel, kept, S, N, X_STRIDE, STATE_STRIDE)
-        place = final_state + (sequence * C + channel) * (W - 1) + column
-        tl.store(place, narrow(last, final_state, INTERPRET), mask=kept)
+        last_place = final_state + (sequence * C + channel) * (W - 1) + column
+        tl.store(last_place, narrow(last, final_state, INTERPRET), mask=kept)
 
 
 def launch(x, weight, initial_state=None):

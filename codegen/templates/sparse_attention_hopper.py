@@ -169,15 +169,15 @@ def attend_and_join(
         total = tl.zeros([64], tl.float32)
         mixed = tl.zeros([64, 512], tl.float32)
         if SPLIT == BLOCK_K:
-            # The rows first: two latencies of the memory, one after the other, are most of the time.
+            # The picks first: the latency of the queries covers theirs.
             index = tl.load(index_row + pick * INDEX_STRIDE[2], mask=pick < K, other=-1)
+            query, turned = load_queries(
+                q_latent, q_rope, sequence, token, first_head, H, Q_STRIDE, Q_ROPE_STRIDE, INTERPRET
+            )
             stored, scale, keys, exists = load_rows(
                 latent, rope, scales, block_table, sequence, index, T, PAGE, TABLE_STRIDE, LATENT_STRIDE, ROPE_STRIDE,
                 SCALE_STRIDE,
             )  # fmt: skip
-            query, turned = load_queries(
-                q_latent, q_rope, sequence, token, first_head, H, Q_STRIDE, Q_ROPE_STRIDE, INTERPRET
-            )
             peak, total, mixed = attend_rows(
                 query, turned, stored, scale, keys, exists, peak, total, mixed, SCALE, INTERPRET
             )
@@ -228,17 +228,16 @@ def join_parts(
     source = (group * SPLITS + tl.arange(0, SPLITS)[:, None]) * 64 + within[None, :]
     lse = tl.load(part_lse + source, cache_modifier=".cg")
     values = tl.load(parts + source[:, :, None] * 512 + column[None, None, :], cache_modifier=".cg")
-    peak = tl.max(lse, 0)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    weight = tl.exp2(lse - base[None, :])
+    # A part that saw nothing has -inf, and so may all have.
+    peak = tl.maximum(tl.max(lse, 0), -1e30)
+    weight = tl.exp2(lse - peak[None, :])
     total = tl.sum(weight, 0)
-    seen = total > 0.0
-    weight = weight * tl.where(seen, 1.0 / total, 0.0)[None, :]
     result = tl.sum(values * weight[:, :, None], 0)
+    result *= tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
     head = first_head + within
     place = out + (row * H + head)[:, None] * 512 + column[None, :]
     tl.store(place, narrow(result, out, INTERPRET), mask=(head < H)[:, None])
-    natural = tl.where(seen, base + tl.log2(total), float("-inf")) * 0.6931471805599453
+    natural = tl.where(total > 0.0, peak + tl.log2(total), float("-inf")) * 0.6931471805599453
     tl.store(out_lse + row * H + head, natural, mask=head < H)
 
 

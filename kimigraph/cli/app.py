@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from kimigraph import __version__
+from kimigraph.cli import bench as bench_command
 from kimigraph.cli import bisect, doctor, dumps, explain, passes, run
 from kimigraph.cli import compile as compile_command
 
@@ -13,6 +14,7 @@ HELP = """Compile language models with hybrid sparse attention to Triton program
 \b
   kimigraph compile examples/k31_tiny --target cpu --verify
   kimigraph run k31_tiny-decode-b2-t1-c256
+  kimigraph bench kda --peers
   kimigraph passes list
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 numerics outside tolerance, 4 a required fusion did not fire, 5 corrupt
@@ -32,6 +34,7 @@ def make_app() -> typer.Typer:
     app.callback()(_root)
     compile_command.register(app)
     run.register(app)
+    bench_command.register(app)
     explain.register(app)
     bisect.register(app)
     doctor.register(app)

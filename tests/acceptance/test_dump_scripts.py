@@ -4,7 +4,9 @@ import importlib.util
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -38,6 +40,14 @@ for path in paths:
 """Each argument as a script of its own, without the start of a process for each."""
 
 Checksums = dict[str, list[float]]
+
+
+@cache
+def captured(model: str) -> tuple[CapturedProgram, CompileConfig]:
+    """The captured program, not to be changed, and its configuration."""
+    with TemporaryDirectory() as directory:
+        name, config = source(model, Path(directory) / "model")
+        return capture(load_source(name, config), config), config
 
 
 def source(model: str, directory: Path) -> tuple[str, CompileConfig]:
@@ -82,9 +92,8 @@ def run_scripts(paths: list[Path], cwd: Path) -> dict[str, Checksums]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_dump_runs_and_prints_the_captures_checksums(model: str, tmp_path: Path) -> None:
-    name, config = source(model, tmp_path / "model")
-    program = capture(load_source(name, config), config)
-    want = expected(program)
+    original, config = captured(model)
+    program, want = original.copy(), expected(original)
     records = run_pipeline(program, default_pipeline(config), PassContext(config), [DumpPasses(tmp_path / "dumps")])
     assert {record.name for record in records if record.result.modified} == CHANGED[model]
 
@@ -98,9 +107,8 @@ def test_every_dump_runs_and_prints_the_captures_checksums(model: str, tmp_path:
 
 
 def test_a_dump_with_another_number_in_it_prints_other_checksums(tmp_path: Path) -> None:
-    name, config = source("deepseek_v32", tmp_path / "model")
-    program = capture(load_source(name, config), config)
-    want = expected(program)
+    original, config = captured("deepseek_v32")
+    program, want = original.copy(), expected(original)
     run_pipeline(program, default_pipeline(config), PassContext(config), [DumpPasses(tmp_path / "dumps")])
     path = tmp_path / "dumps" / "004-fuse-sparse-attention.py"
     text = path.read_text(encoding="utf-8")

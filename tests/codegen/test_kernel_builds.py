@@ -52,22 +52,49 @@ def attention(batch=1, heads=64, width=512, dtype="bfloat16", paged=False, picks
     return KernelRequest("sparse_attention", tensors, {"scale": 0.07, "descriptor": ""})
 
 
-def delta(tokens=1, layout="vk", lower_bound=-5.0, side=128) -> KernelRequest:
+def delta(tokens=1, layout="vk", lower_bound=-5.0, side=128, batch=1, target="cpu") -> KernelRequest:
     heads, channels = 32, 3 * 32 * side
     tensors = {
-        "qkv": tensor(1, tokens, channels),
+        "qkv": tensor(batch, tokens, channels),
         "conv_weight": tensor(channels, 4),
-        "conv_state": tensor(1, channels, 3),
-        "gate": tensor(1, tokens, heads * side),
+        "conv_state": tensor(batch, channels, 3),
+        "gate": tensor(batch, tokens, heads * side),
         "dt_bias": tensor(heads * side, dtype="float32"),
         "a_log": tensor(heads, dtype="float32"),
-        "beta": tensor(1, tokens, heads),
-        "state": tensor(1, heads, side, side, dtype="float32"),
-        "out_gate": tensor(1, tokens, heads, side),
+        "beta": tensor(batch, tokens, heads),
+        "state": tensor(batch, heads, side, side, dtype="float32"),
+        "out_gate": tensor(batch, tokens, heads, side),
         "norm_weight": tensor(side),
     }
     options = {"scale": 0.088, "l2_eps": 1e-6, "lower_bound": lower_bound, "norm_eps": 1e-5, "state_layout": layout}
-    return KernelRequest("kda_decode", tensors, options)
+    return KernelRequest("kda_decode", tensors, options, target)
+
+
+def prefill(
+    tokens=4096, heads=32, raw=True, lower_bound=-5.0, dtype="bfloat16", sequences=0, target="cuda:sm_90"
+) -> KernelRequest:
+    side, logits = 128, dtype if raw else "float32"
+    run = (1, tokens, heads)
+    tensors = {
+        **{name: tensor(*run, side, dtype=dtype) for name in "qkv"},
+        "g": tensor(*run, side, dtype=logits),
+        "beta": tensor(*run, dtype=logits),
+        "initial_state": tensor(max(sequences, 1), heads, side, side, dtype="float32"),
+        "a_log": tensor(heads, dtype="float32") if raw else None,
+        "dt_bias": tensor(heads * side, dtype="float32") if raw else None,
+        "cu_seqlens": tensor(sequences + 1, dtype="int64") if sequences else None,
+    }
+    options = {"scale": 0.088, "l2_norm": True, "l2_eps": 1e-6, "lower_bound": lower_bound, "state_layout": "vk"}
+    return KernelRequest("kda_prefill", tensors, options, target)
+
+
+def convolution() -> KernelRequest:
+    tensors = {
+        "x": tensor(1, 4096, 12288),
+        "weight": tensor(12288, 1, 4, dtype="float32"),
+        "initial_state": tensor(1, 12288, 3),
+    }
+    return KernelRequest("short_conv", tensors, {"activation": True})
 
 
 REQUESTS = {
@@ -82,6 +109,15 @@ REQUESTS = {
     "kda_vk": delta(),
     "kda_kv": delta(layout="kv", lower_bound=None),
     "kda_four_tokens": delta(tokens=4),
+    "kda_gluon_b1": delta(target="cuda:sm_90"),
+    "kda_gluon_b64": delta(batch=64, target="cuda:sm_90"),
+    "kda_gluon_four_tokens": delta(tokens=4, lower_bound=None, target="cuda:sm_90"),
+    "prefill": prefill(),
+    "prefill_wide": prefill(heads=96),
+    "prefill_packed": prefill(sequences=8),
+    "prefill_unbounded": prefill(raw=False, lower_bound=None),
+    "prefill_plain": prefill(target="cpu"),
+    "short_conv": convolution(),
 }
 
 
@@ -115,7 +151,17 @@ def instructions(built: tuple[Path, dict[str, KernelModule]], name: str, functio
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-SPILLS = {"kda_kv": 128, "kda_four_tokens": 64}  # bytes a thread
+SPILLS = {  # bytes a thread
+    "kda_kv": 128,
+    "kda_four_tokens": 64,
+    "kda_gluon_b1": 48,
+    "kda_gluon_b64": 48,
+    "prefill": 192,
+    "prefill_wide": 192,
+    "prefill_packed": 320,
+    "prefill_unbounded": 2400,
+    "prefill_plain": 448,
+}
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -155,9 +201,22 @@ def test_two_delta_steps_share_an_sm(built):
     assert all(usage(built, name, "kda_step")["registers"] <= 128 for name in ("kda_vk", "kda_kv"))
 
 
-def test_state_moves_in_16_byte_pieces(built):
-    code = instructions(built, "kda_vk", "kda_step")
-    assert "LDG.E.128" in code and "STG.E.128" in code
+@pytest.mark.parametrize("name", ["kda_vk", "kda_gluon_b1", "kda_gluon_b64"])
+def test_state_moves_in_16_byte_pieces(built, name):
+    code = instructions(built, name, "kda_step")
+    assert "LDG.E" in code and ".128" in code and "STG.E" in code
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefill_wide", "prefill_packed"])
+def test_prefill_uses_warp_group_products_and_bulk_copies(built, name):
+    for function in ("prepare_chunk_pairs", "scan_chunks"):
+        code = instructions(built, name, function)
+        assert "HGMMA" in code and "HMMA" not in code
+    assert "UTMALDG" in instructions(built, name, "scan_chunks")
+    assert usage(built, name, "scan_chunks")["shared_memory"] <= 227 * 1024
+    prepare = usage(built, name, "prepare_chunk_pairs")
+    # Three programs an SM.
+    assert prepare["registers"] <= 168 and 3 * (prepare["shared_memory"] + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
@@ -165,15 +224,16 @@ def test_masked_loads_name_what_absent_lanes_hold(path):
     loads = [
         node
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "gl.load")
     ]
-    assert loads
     for load in loads:
         given = {keyword.arg for keyword in load.keywords}
         assert len(load.args) == 1 and ("mask" in given) == ("other" in given), f"{path.name}:{load.lineno}"
 
 
-@pytest.mark.parametrize("name", ["indexer_paged", "attention_h64_b1", "kda_vk"])
+@pytest.mark.parametrize(
+    "name", ["indexer_paged", "attention_h64_b1", "kda_vk", "kda_gluon_b1", "prefill", "prefill_plain", "short_conv"]
+)
 def test_texts_stand_alone(name):
     text = BUILDERS[REQUESTS[name].op](REQUESTS[name]).text
     assert text == BUILDERS[REQUESTS[name].op](REQUESTS[name]).text

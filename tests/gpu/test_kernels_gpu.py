@@ -32,6 +32,8 @@ def cases_of(op: str) -> ModuleType:
 INDEXER = cases_of("lightning_indexer")
 ATTENTION = cases_of("sparse_attention")
 DELTA = cases_of("kda_decode")
+PREFILL = cases_of("kda_prefill")
+cases_of("short_conv")
 
 
 def gaussian(*shape, dtype=torch.bfloat16):
@@ -101,16 +103,70 @@ def test_attention_at_width(kernel, heads, batch):
 @pytest.mark.parametrize("batch", [1, 8, 64])
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("layout", ["vk", "kv"])
-def test_delta_step_at_width(kernel, batch, tokens, layout):
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_delta_step_at_width(kernel, batch, tokens, layout, target, lower_bound):
+    """The form for any size ("cpu" has no other) and the one for heads of 128."""
     operands = DELTA.operands_of(0, batch, tokens, 32, 128, 128, layout=layout, dtype=torch.bfloat16)
     operands = {name: tensor.cuda() for name, tensor in operands.items()}
-    attributes = DELTA.attributes_of(layout, -5.0) | {"scale": 128**-0.5}
+    attributes = DELTA.attributes_of(layout, lower_bound) | {"scale": 128**-0.5}
     expected = {name: tensor.clone() for name, tensor in operands.items()}
-    module = kernel("kda_decode", operands, attributes)
+    module = kernel("kda_decode", operands, attributes, target=target)
     out, wanted = module.launch(*operands.values()), kda_decode(**expected, **attributes)
     assert DELTA.error(out, wanted) < 4e-3
     assert DELTA.error(operands["state"], expected["state"]) < 1e-5
     assert torch.equal(operands["conv_state"], expected["conv_state"])
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_delta_step_on_a_pool_at_width(kernel, tokens, state_dtype):
+    """Slots in any order, two padded rows, and NaN in every entry that is nobody's."""
+    operands = DELTA.operands_of(1, 6, tokens, 32, 128, 128, layout="vk", dtype=torch.bfloat16, state_dtype=state_dtype)
+    operands = {name: tensor.cuda() for name, tensor in operands.items()}
+    slots = torch.tensor([9, 0, 3, 1, -1, 4], device="cuda", dtype=torch.int32)
+    for name in ("state", "conv_state"):
+        pool = torch.full((10, *operands[name].shape[1:]), math.nan, device="cuda", dtype=operands[name].dtype)
+        pool[slots[slots > 0].long()] = operands[name][slots > 0]
+        operands[name] = pool
+    operands["slots"] = slots
+    attributes = DELTA.attributes_of("vk", -5.0) | {"scale": 128**-0.5}
+    expected = {name: tensor.clone() for name, tensor in operands.items()}
+    module = kernel("kda_decode", operands, attributes, target="cuda")
+    out, wanted = module.launch(*operands.values()), kda_decode(**expected, **attributes)
+    assert DELTA.error(out, wanted) < 4e-3 and (out[slots < 1] == 0).all()
+    entries = slots[slots > 0].long()
+    tolerance = 1e-5 if state_dtype == torch.float32 else 4e-3
+    assert DELTA.error(operands["state"][entries], expected["state"][entries]) < tolerance
+    assert torch.equal(operands["conv_state"].isnan(), expected["conv_state"].isnan())
+    assert torch.equal(operands["state"].isnan(), expected["state"].isnan())
+    assert torch.equal(operands["conv_state"][entries], expected["conv_state"][entries])
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("raw", [True, False])
+@pytest.mark.parametrize("lengths", [(130,), (65, 0, 1, 300), (32, 33)])
+def test_prefill_at_width(kernel, lengths, raw, lower_bound):
+    """Heads of 128: on Hopper the chunks go in pairs and the states through warp-group products."""
+    operands = PREFILL.operands_of(
+        2, heads=3, key_dim=128, value_dim=128, layout="vk", dtype=torch.bfloat16, raw=raw, lengths=lengths,
+        floor=lower_bound,
+    )  # fmt: skip
+    PREFILL.check(kernel, "cuda", operands, PREFILL.attributes_of("vk", lower_bound))
+
+
+def test_prefill_keeps_sequences_apart(kernel):
+    """NaN in one batch row stays there, also where its chunks share a program with another row's."""
+    operands = PREFILL.operands_of(
+        3, tokens=33, batch=2, key_dim=128, value_dim=128, layout="vk", dtype=torch.bfloat16, raw=True
+    )
+    attributes = PREFILL.attributes_of("vk", -5.0)
+    placed = PREFILL.on("cuda", operands)
+    module = kernel("kda_prefill", placed, attributes, target="cuda")
+    clean, _ = module.launch(*placed.values())
+    placed["v"][1] = math.nan
+    out, final = module.launch(*placed.values())
+    assert torch.equal(out[0], clean[0]) and final[0].isfinite().all() and out[1].isnan().all()
 
 
 def far_apart(count: int, *shape: int) -> torch.Tensor:

@@ -234,3 +234,27 @@ def test_many_steps(kernel, device):
         assert error(out.cpu(), reference(**expected, **attributes)) < 1e-5
     assert error(now["state"].cpu(), expected["state"]) < 1e-5
     assert torch.equal(now["conv_state"].cpu(), expected["conv_state"])
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_slots_of_a_pool(kernel, device, tokens):
+    """Rows find their states through slots; a padded row gives zeros; entry 0 and those of nobody stay as they are."""
+    operands, slots = operands_of(15, batch=4, tokens=tokens), torch.tensor([5, 0, 2, -1], dtype=torch.int32)
+    pooled, live = dict(operands), [0, 2]
+    for name in ("state", "conv_state"):
+        pooled[name] = torch.full((7, *operands[name].shape[1:]), math.nan)
+        pooled[name][[5, 2]] = operands[name][live]
+    pooled["slots"] = slots
+    placed = {name: on(device, tensor) for name, tensor in clone(pooled).items()}
+    module = kernel("kda_decode", placed, attributes_of())
+    out = module.launch(*placed.values()).cpu()
+    wanted = reference(**pooled, **attributes_of())
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+    assert (out[[1, 3]] == 0).all() and (wanted[[1, 3]] == 0).all()
+    shared = ("conv_weight", "dt_bias", "a_log", "norm_weight")
+    own = {name: tensor if name in shared else tensor[live] for name, tensor in operands.items()}
+    found = {name: placed[name].cpu() for name in ("state", "conv_state")}
+    agree((out[live], found["state"][[5, 2]], found["conv_state"][[5, 2]]), own, attributes_of())
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, pooled[name], rtol=1e-4, atol=1e-5, equal_nan=True)
+        assert tensor[[0, 1, 3, 4, 6]].isnan().all()

@@ -99,7 +99,13 @@ def test_bytes_without_a_descriptor_are_refused():
     with pytest.raises(ValueError, match="want a descriptor of keys of 128, not ''"):
         OPS.lightning_indexer(q, keys, weights, k=1, scale=1.0, block_table=table)
     latent = torch.zeros(2, 64, 656, dtype=torch.uint8, device="meta")
-    operands = (torch.zeros(1, 1, 2, 512, device="meta"), torch.zeros(1, 1, 2, 32, device="meta"), latent, None, table[None])
+    operands = (
+        torch.zeros(1, 1, 2, 512, device="meta"),
+        torch.zeros(1, 1, 2, 32, device="meta"),
+        latent,
+        None,
+        table[None],
+    )
     with pytest.raises(ValueError, match=r"operands of 512 \+ 32 columns do not fit the cache latent{"):
         OPS.sparse_attention(*operands, scale=1.0, block_table=table, descriptor=str(FLASHMLA))
 

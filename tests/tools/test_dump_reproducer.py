@@ -78,6 +78,7 @@ def run(path: Path) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("fault", "expected", "message"),
     [(CRASH, CompileError, "FAILS (crash): ValueError at node"), (WRONG, NumericsError, "FAILS (numerics)")],
+    ids=["crash", "numerics"],
 )
 def test_the_seventh_pass_fails(
     fault: str, expected: type[Exception], message: str, odd: Callable[[str], Any], tmp_path: Path

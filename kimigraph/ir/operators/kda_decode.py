@@ -15,6 +15,10 @@ Shapes: ``qkv`` [B, S, 2*H*K + H*V], channels q | k | v, heads major; ``conv_wei
 [B, H, K, V] (``state_layout`` "kv") or [B, H, V, K] ("vk"), fp32 by default, mutated; ``out_gate`` [B, S, H, V] or
 [B, S, H*V]; ``norm_weight`` [V]. Arithmetic in fp32. Returns [B, S, H, V] in the type of ``qkv``.
 
+With ``slots`` (int32 or int64 [B]) the states are a pool, ``conv_state`` [P, C, N] and ``state`` [P, ...]: row b has
+the entry slots[b], and no two rows the same one. An entry below 1 is the null slot of a padded row: its output is zero,
+and no state of it is read or written.
+
 Source: Kimi Linear and Kimi K3 technical reports. Errors: none at run time; the fake implementation raises ValueError
 for shapes that do not fit and an unknown layout.
 """
@@ -22,7 +26,7 @@ for shapes that do not fit and an unknown layout.
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
-from kimigraph.ir.operators.shapes import check, check_layout
+from kimigraph.ir.operators.shapes import check, check_integer, check_layout
 from kimigraph.ir.reference.kda_decode import kda_decode
 
 _NAME = "kda_decode"
@@ -46,6 +50,7 @@ def _fake(
     state: torch.Tensor,
     out_gate: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
     *,
     scale: float,
     l2_eps: float = 1e-6,
@@ -54,14 +59,17 @@ def _fake(
     state_layout: str = "kv",
 ) -> torch.Tensor:
     check_layout(_NAME, state_layout)
+    check_integer(_NAME, slots=slots)
+    rows = "B" if slots is None else "P"
     sizes = check(
         _NAME,
         qkv=(qkv, "B S C"),
         conv_weight=(conv_weight, "C one W" if conv_weight.dim() == 3 else "C W"),
-        conv_state=(conv_state, "B C N"),
+        conv_state=(conv_state, f"{rows} C N"),
         beta=(beta, "B S H"),
         gate=(gate, "B S H K" if gate.dim() == 4 else "B S HK"),
-        state=(state, "B H K V" if state_layout == "kv" else "B H V K"),
+        state=(state, f"{rows} H K V" if state_layout == "kv" else f"{rows} H V K"),
+        slots=(slots, "B"),
         norm_weight=(norm_weight, "V"),
         out_gate=(out_gate, "B S H V" if out_gate is not None and out_gate.dim() == 4 else "B S HV"),
     )
@@ -98,14 +106,17 @@ def _cost(
     state: torch.Tensor,
     out_gate: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
     **attributes: object,
 ) -> Cost:
     heads, _, value_dim = _dims(qkv, gate, a_log)
-    tokens = qkv.shape[0] * qkv.shape[1]
-    out = tokens * heads * value_dim * qkv.element_size()
-    read = nbytes(qkv, conv_weight, gate, dt_bias, a_log, beta, out_gate, norm_weight)
-    convolution = 2 * tokens * conv_weight.numel()
-    return Cost(bytes=2 * nbytes(state, conv_state) + read + out, flops=7 * state.numel() * qkv.shape[1] + convolution)
+    batch, tokens = qkv.shape[:2]
+    out = batch * tokens * heads * value_dim * qkv.element_size()
+    read = nbytes(qkv, conv_weight, gate, dt_bias, a_log, beta, out_gate, norm_weight, slots)
+    convolution = 2 * batch * tokens * conv_weight.numel()
+    # Of a pool only the entries of the rows move.
+    moved = 2 * batch * (state[0].numel() * state.element_size() + conv_state[0].numel() * conv_state.element_size())
+    return Cost(bytes=moved + read + out, flops=7 * batch * state[0].numel() * tokens + convolution)
 
 
 OPERATOR = register(
@@ -113,8 +124,9 @@ OPERATOR = register(
         name=_NAME,
         signature=(
             "(Tensor qkv, Tensor conv_weight, Tensor(a!) conv_state, Tensor gate, Tensor dt_bias, Tensor a_log,"
-            " Tensor beta, Tensor(b!) state, Tensor? out_gate=None, Tensor? norm_weight=None, *, float scale,"
-            ' float l2_eps=1e-6, float? lower_bound=None, float norm_eps=1e-5, str state_layout="kv") -> Tensor'
+            " Tensor beta, Tensor(b!) state, Tensor? out_gate=None, Tensor? norm_weight=None, Tensor? slots=None, *,"
+            " float scale, float l2_eps=1e-6, float? lower_bound=None, float norm_eps=1e-5,"
+            ' str state_layout="kv") -> Tensor'
         ),
         summary="one KDA step: convolution, gates, delta rule, read-out, gated norm",
         documentation=__doc__,

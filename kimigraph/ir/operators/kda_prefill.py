@@ -63,12 +63,11 @@ def _fake(
         cu_seqlens=(cu_seqlens, "E"),
     )
     sizes["N"] = sizes["B"] if cu_seqlens is None else sizes["E"] - 1
-    if cu_seqlens is not None and (
-        sizes["B"] != 1 or (initial_state is not None and initial_state.shape[0] != sizes["N"])
-    ):
+    states = sizes["N"] if initial_state is None else initial_state.shape[0]
+    if cu_seqlens is not None and (sizes["B"] != 1 or states != sizes["N"]):
         raise ValueError(
-            f"{_NAME}: packed sequences want B = 1 and states of {sizes['N']} sequences, got B = {sizes['B']} and states"
-            f" {None if initial_state is None else list(initial_state.shape)}"
+            f"{_NAME}: packed sequences want B = 1 and states of {sizes['N']} sequences, got B = {sizes['B']} and"
+            f" states of {states}"
         )
     if (a_log is None) != (dt_bias is None):
         raise ValueError(f"{_NAME}: a_log and dt_bias make the gate together; give both or neither")

@@ -69,5 +69,7 @@ def latent_bytes(values: torch.Tensor, rope: torch.Tensor | None, descriptor: st
     quantised, scales = quantise(values, int(fields["tile"]), fields["scales"])
     parts = [quantised.view(torch.uint8), scales.view(torch.uint8)]
     if rope is not None:
-        parts.insert(2 if fields["order"] == "scales_rope" else 1, rope.to(torch.bfloat16).contiguous().view(torch.uint8))
+        parts.insert(
+            2 if fields["order"] == "scales_rope" else 1, rope.to(torch.bfloat16).contiguous().view(torch.uint8)
+        )
     return torch.cat(parts, dim=-1)

@@ -15,6 +15,7 @@ def kda_decode(
     state: torch.Tensor,
     out_gate: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
     *,
     scale: float,
     l2_eps: float = 1e-6,
@@ -23,6 +24,17 @@ def kda_decode(
     state_layout: str = "kv",
 ) -> torch.Tensor:
     """See ``kimigraph.ir.operators.kda_decode``: token by token in fp32; conv_state and state change in place."""
+    if slots is not None:
+        live = slots > 0
+        entries = slots.clamp_min(0).long()
+        own_conv, own_state = conv_state[entries], state[entries]
+        out = kda_decode(
+            qkv, conv_weight, own_conv, gate, dt_bias, a_log, beta, own_state, out_gate, norm_weight,
+            scale=scale, l2_eps=l2_eps, lower_bound=lower_bound, norm_eps=norm_eps, state_layout=state_layout,
+        )  # fmt: skip
+        conv_state[entries[live]] = own_conv[live]
+        state[entries[live]] = own_state[live]
+        return torch.where(live.reshape(-1, 1, 1, 1), out, torch.zeros_like(out))
     batch, tokens = qkv.shape[:2]
     heads, history, width = a_log.numel(), conv_state.shape[-1], conv_weight.shape[-1]
     key_dim = gate.shape[-1] // heads if gate.dim() == 3 else gate.shape[-1]

@@ -42,3 +42,18 @@ def step(q, keys, weights, logits, visible):
 
 if __name__ == "__main__":
     main(step, INPUTS, OUTPUTS, CONSTANTS)
+
+# CHECK-LABEL: def step(q, keys, weights, logits, visible):
+# CHECK-NEXT:     """One step; caches change in place."""
+# CHECK-NEXT:     bitwise_not = torch.ops.aten.bitwise_not.default(visible)  # bool[2, 1, 16]
+# CHECK-NEXT:     bitwise_not_2 = torch.ops.aten.bitwise_not.default(bitwise_not); del bitwise_not  # bool[2, 1, 16]
+# CHECK-NEXT:     lightning_indexer = torch.ops.kimigraph.lightning_indexer.default(q, keys, weights, None, bitwise_not_2, k=5, scale=0.25, descriptor=''); del bitwise_not_2  # int32[2, 1, 5]; selects as topk; replaces 4 nodes, matmul_1 to topk
+# CHECK-NEXT:     clamp_min = torch.ops.aten.clamp_min.default(lightning_indexer, 0); del lightning_indexer  # int32[2, 1, 5]
+# CHECK-NEXT:     _to_copy = torch.ops.aten._to_copy.default(clamp_min, dtype=torch.int64); del clamp_min  # int64[2, 1, 5]
+# CHECK-NEXT:     zeros = torch.ops.aten.zeros.default([2, 1, 16], dtype=torch.bool, device=torch.device("cpu"), pin_memory=False)  # bool[2, 1, 16]
+# CHECK-NEXT:     scatter = torch.ops.aten.scatter.value(zeros, -1, _to_copy, True); del zeros, _to_copy  # bool[2, 1, 16]
+# CHECK-NEXT:     and_1 = torch.ops.aten.__and__.Tensor(scatter, visible); del scatter  # bool[2, 1, 16]
+# CHECK-NEXT:     bitwise_not_1 = torch.ops.aten.bitwise_not.default(and_1); del and_1  # bool[2, 1, 16]
+# CHECK-NEXT:     masked_fill_1 = torch.ops.aten.masked_fill.Scalar(logits, bitwise_not_1, float("-inf")); del bitwise_not_1  # float32[2, 1, 16]
+# CHECK-NEXT:     softmax = torch.ops.aten.softmax.int(masked_fill_1, -1); del masked_fill_1  # float32[2, 1, 16]
+# CHECK-NEXT:     return (softmax,)

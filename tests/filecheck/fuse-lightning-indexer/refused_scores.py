@@ -46,3 +46,30 @@ def step(q, keys, weights, logits, lengths):
 
 if __name__ == "__main__":
     main(step, INPUTS, OUTPUTS, CONSTANTS)
+
+# CHECK-LABEL: def step(q, keys, weights, logits, lengths):
+# CHECK-NEXT:     """One step; caches change in place."""
+# CHECK-NEXT:     arange = torch.ops.aten.arange.default(16, device=torch.device("cpu"), pin_memory=False)  # int64[16]
+# CHECK-NEXT:     view = torch.ops.aten.view.default(lengths, [2, 1, 1])  # int32[2, 1, 1]
+# CHECK-NEXT:     le = torch.ops.aten.le.Tensor(arange, view); del arange, view  # bool[2, 1, 16]
+# CHECK-NEXT:     transpose = torch.ops.aten.transpose.int(keys, -1, -2)  # float32[2, 8, 16]
+# CHECK-NEXT:     unsqueeze = torch.ops.aten.unsqueeze.default(transpose, 1); del transpose  # float32[2, 1, 8, 16]
+# CHECK-NEXT:     matmul = torch.ops.aten.matmul.default(q, unsqueeze); del unsqueeze  # float32[2, 1, 4, 16]
+# CHECK-NEXT:     mul = torch.ops.aten.mul.Tensor(matmul, 0.25); del matmul  # float32[2, 1, 4, 16]
+# CHECK-NEXT:     relu = torch.ops.aten.relu.default(mul); del mul  # float32[2, 1, 4, 16]
+# CHECK-NEXT:     unsqueeze_1 = torch.ops.aten.unsqueeze.default(weights, -2)  # float32[2, 1, 1, 4]
+# CHECK-NEXT:     matmul_1 = torch.ops.aten.matmul.default(unsqueeze_1, relu); del unsqueeze_1, relu  # float32[2, 1, 1, 16]
+# CHECK-NEXT:     squeeze = torch.ops.aten.squeeze.dim(matmul_1, -2); del matmul_1  # float32[2, 1, 16]
+# CHECK-NEXT:     bitwise_not = torch.ops.aten.bitwise_not.default(le)  # bool[2, 1, 16]
+# CHECK-NEXT:     masked_fill = torch.ops.aten.masked_fill.Scalar(squeeze, bitwise_not, float("-inf")); del bitwise_not  # float32[2, 1, 16]
+# CHECK-NEXT:     topk = torch.ops.aten.topk.default(masked_fill, 5); del masked_fill  # (float32[2, 1, 5], int64[2, 1, 5])
+# CHECK-NEXT:     getitem_1 = topk[1]; del topk  # int64[2, 1, 5]
+# CHECK-NEXT:     zeros = torch.ops.aten.zeros.default([2, 1, 16], dtype=torch.bool, device=torch.device("cpu"), pin_memory=False)  # bool[2, 1, 16]
+# CHECK-NEXT:     scatter = torch.ops.aten.scatter.value(zeros, -1, getitem_1, True); del zeros, getitem_1  # bool[2, 1, 16]
+# CHECK-NEXT:     and_1 = torch.ops.aten.__and__.Tensor(scatter, le); del le, scatter  # bool[2, 1, 16]
+# CHECK-NEXT:     bitwise_not_1 = torch.ops.aten.bitwise_not.default(and_1); del and_1  # bool[2, 1, 16]
+# CHECK-NEXT:     masked_fill_1 = torch.ops.aten.masked_fill.Scalar(logits, bitwise_not_1, float("-inf")); del bitwise_not_1  # float32[2, 1, 16]
+# CHECK-NEXT:     softmax = torch.ops.aten.softmax.int(masked_fill_1, -1); del masked_fill_1  # float32[2, 1, 16]
+# CHECK-NEXT:     sum_1 = torch.ops.aten.sum.dim_IntList(squeeze, [-1]); del squeeze  # float32[2, 1]
+# CHECK-NEXT:     return (softmax, sum_1)
+# CHECK: # missed fuse-lightning-indexer at squeeze: topk: the intermediate squeeze is used elsewhere, by sum_1

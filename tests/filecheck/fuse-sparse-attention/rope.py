@@ -55,3 +55,28 @@ def step(q, latent, rope, kv_b, index_q, index_keys, index_weights, lengths):
 
 if __name__ == "__main__":
     main(step, INPUTS, OUTPUTS, CONSTANTS)
+
+# CHECK-LABEL: def step(q, latent, rope, kv_b, index_q, index_keys, index_weights, lengths):
+# CHECK-NEXT:     """One step; caches change in place."""
+# CHECK-NEXT:     add = torch.ops.aten.add.Tensor(lengths, 1)  # int32[2]
+# CHECK-NEXT:     lightning_indexer = torch.ops.kimigraph.lightning_indexer.default(index_q, index_keys, index_weights, add, None, k=5, scale=1.0, descriptor=''); del add  # int32[2, 1, 5]
+# CHECK-NEXT:     view_2 = torch.ops.aten.view.default(kv_b, [2, 11, 12])  # float32[2, 11, 12]
+# CHECK-NEXT:     slice_1 = torch.ops.aten.slice.Tensor(view_2, 1, 0, 6)  # float32[2, 6, 12]
+# CHECK-NEXT:     slice_2 = torch.ops.aten.slice.Tensor(view_2, 1, 6, 11); del view_2  # float32[2, 5, 12]
+# CHECK-NEXT:     slice_3 = torch.ops.aten.slice.Tensor(q, 3, 0, 6)  # float32[2, 2, 1, 6]
+# CHECK-NEXT:     permute = torch.ops.aten.permute.default(slice_3, [1, 0, 2, 3]); del slice_3  # float32[2, 2, 1, 6]
+# CHECK-NEXT:     reshape = torch.ops.aten.reshape.default(permute, [2, 2, 6]); del permute  # float32[2, 2, 6]
+# CHECK-NEXT:     bmm = torch.ops.aten.bmm.default(reshape, slice_1); del reshape, slice_1  # float32[2, 2, 12]
+# CHECK-NEXT:     transpose = torch.ops.aten.transpose.int(bmm, 0, 1); del bmm  # float32[2, 2, 12]
+# CHECK-NEXT:     view_3 = torch.ops.aten.view.default(transpose, [2, 1, 2, 12]); del transpose  # float32[2, 1, 2, 12]
+# CHECK-NEXT:     slice_4 = torch.ops.aten.slice.Tensor(q, 3, 6, 10)  # float32[2, 2, 1, 4]
+# CHECK-NEXT:     transpose_3 = torch.ops.aten.transpose.int(slice_4, 1, 2); del slice_4  # float32[2, 1, 2, 4]
+# CHECK-NEXT:     sparse_attention = torch.ops.kimigraph.sparse_attention.default(view_3, transpose_3, latent, rope, lightning_indexer, scale=0.3, descriptor=''); del view_3, transpose_3, lightning_indexer  # (float32[2, 1, 2, 12], float32[2, 1, 2]); replaces 3 nodes, matmul_2 to matmul_3
+# CHECK-NEXT:     getitem = sparse_attention[0]; del sparse_attention  # float32[2, 1, 2, 12]
+# CHECK-NEXT:     view_4 = torch.ops.aten.view.default(getitem, [2, 2, 12]); del getitem  # float32[2, 2, 12]
+# CHECK-NEXT:     transpose_4 = torch.ops.aten.transpose.int(view_4, 0, 1); del view_4  # float32[2, 2, 12]
+# CHECK-NEXT:     transpose_5 = torch.ops.aten.transpose.int(slice_2, 1, 2); del slice_2  # float32[2, 12, 5]
+# CHECK-NEXT:     bmm_1 = torch.ops.aten.bmm.default(transpose_4, transpose_5); del transpose_4, transpose_5  # float32[2, 2, 5]
+# CHECK-NEXT:     view_5 = torch.ops.aten.view.default(bmm_1, [2, 2, 1, 5]); del bmm_1  # float32[2, 2, 1, 5]
+# CHECK-NEXT:     permute_1 = torch.ops.aten.permute.default(view_5, [1, 0, 2, 3]); del view_5  # float32[2, 2, 1, 5]
+# CHECK-NEXT:     return (permute_1,)

@@ -89,3 +89,8 @@ def step(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_ga
 
 if __name__ == "__main__":
     main(step, INPUTS, OUTPUTS, CONSTANTS)
+
+# CHECK-LABEL: def step(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight):
+# CHECK-NEXT:     """One step; caches change in place."""
+# CHECK-NEXT:     kda_decode = torch.ops.kimigraph.kda_decode.default(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight, scale=0.5, l2_eps=1e-06, lower_bound=-5.0, norm_eps=1e-05, state_layout='kv')  # float32[2, 1, 2, 3]; writes conv_state, state; replaces 7 nodes, silu to add_4
+# CHECK-NEXT:     return (kda_decode,)

@@ -81,3 +81,10 @@ def step(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_ga
 
 if __name__ == "__main__":
     main(step, INPUTS, OUTPUTS, CONSTANTS)
+
+# CHECK-LABEL: def step(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight):
+# CHECK-NEXT:     """One step; caches change in place."""
+# CHECK-NEXT:     kda_decode = torch.ops.kimigraph.kda_decode.default(qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, None, None, scale=0.5, l2_eps=1e-06, lower_bound=-5.0, norm_eps=1e-05, state_layout='vk')  # float32[2, 1, 2, 3]; writes conv_state, state; replaces 5 nodes, silu to copy__default_1
+# CHECK-NEXT:     view_4 = torch.ops.aten.view.default(kda_decode, [2, 2, 3]); del kda_decode  # float32[2, 2, 3]
+# CHECK-NEXT:     unsqueeze_7 = torch.ops.aten.unsqueeze.default(view_4, 1); del view_4  # float32[2, 1, 2, 3]
+# CHECK-NEXT:     return (unsqueeze_7,)
