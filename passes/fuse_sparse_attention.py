@@ -148,7 +148,10 @@ def _checked(program: CapturedProgram, attention: Attention, expansion: LatentEx
     for what, found in (("the latent cache", expansion.latent), ("the rope cache", expansion.rope_cache)):
         if found is not None:
             require_unwritten(graph, what, found, attention.out)
-    require_unwritten(graph, "the query", Operand(attention.q, (), attention.sink), attention.out)
+    reader = min(attention.path)
+    require_unwritten(graph, "the query", Operand(attention.q, (), reader), attention.out)
+    for piece in pieces(attention.q):
+        require_unwritten(graph, "the query", Operand(piece.node, (), piece.reader or reader), attention.out)
     descriptor = descriptor_of(program, expansion.latent.node)
     rope = expansion.rope_cache
     if rope is not None and descriptor_of(program, rope.node) != descriptor:

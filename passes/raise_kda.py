@@ -183,6 +183,14 @@ def _checked(graph: Graph, write: Node, match: Match, layout: str) -> KdaSite:
     for name, found in {**operands, "qkv": convolution.x}.items():
         require_type(name, found.node, FLOATS)
         require_unwritten(graph, name, found, out)
+    further = {
+        "the convolution's weight": convolution.weight,
+        "the output gate": neighbours.out_gate,
+        "the norm's weight": neighbours.norm_weight,
+    }
+    for name, found in further.items():
+        if found is not None:
+            require_unwritten(graph, name, found, out)
     return KdaSite(write, match, layout, convolution, neighbours, out, operands)
 
 

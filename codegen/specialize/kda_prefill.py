@@ -41,13 +41,16 @@ def build(request: KernelRequest, *, deltas: bool = False) -> KernelModule:
     sequences = batch if offsets is None else offsets.shape[0] - 1
     if sequences > SEQUENCES_AT_ONCE and offsets is not None:
         raise refuse(request, f"{sequences} packed sequences", f"at most {SEQUENCES_AT_ONCE} in one call")
-    chunks = ceil_div(tokens, CHUNK)
-    # A packed sequence may begin and end inside a chunk, so each can cost one slot more.
-    slots = batch * chunks if offsets is None else tokens // CHUNK + sequences
     lower_bound = attributes.get("lower_bound")
     bounded = lower_bound is not None and -float(lower_bound) * CHUNK <= SAFE_LOG_DECAY
     narrow = {spec.dtype for spec in (q, k, v)} == {"bfloat16"}
     scratch = "bfloat16" if narrow else "float32"
+    fast = narrow and key_dim == value_dim == HOPPER_SIDE and batch * tokens > 0 and is_hopper(request.target)
+    paired = fast and bounded and all(copies_in_16_bytes(spec) for spec in (q, k, v, g) if spec.dtype == "bfloat16")
+    align = 2 if paired else 1
+    chunks = ceil_div(tokens, CHUNK * align) * align
+    # A packed sequence may begin and end inside a chunk, so each can cost one slot (or pair of slots) more.
+    slots = batch * chunks if offsets is None else (tokens // (CHUNK * align) + sequences) * align
     common: dict[str, Any] = {"T": tokens, "H": heads, "K": key_dim, "V": value_dim, "C": CHUNK, "CHUNKS": chunks}
     prepare: dict[str, Any] = {
         **common,
@@ -69,16 +72,14 @@ def build(request: KernelRequest, *, deltas: bool = False) -> KernelModule:
         "BLOCK_N": padded(sequences),
         "INTERPRET": False,
     }
-    fast = narrow and key_dim == value_dim == HOPPER_SIDE and slots > 0 and is_hopper(request.target)
-    paired = fast and bounded
+    common["ALIGN"] = align
+    first_name = "prepare_chunks"
+    prepare_options = {"num_warps": 4 if narrow and block_k * block_v <= 128 * 128 else 8, "num_stages": 1}
     if paired:
-        slots += slots % 2
+        first_name = "prepare_chunk_pairs"
         absent = ("K", "V", "C", "BOUNDED", "BLOCK_K", "BLOCK_V", "INTERPRET")
         prepare = {name: value for name, value in prepare.items() if name not in absent}
         prepare["GATE_IN_TILE"] = g.dtype == "bfloat16"
-    first_name = "prepare_chunk_pairs" if paired else "prepare_chunks"
-    prepare_options = {"num_warps": 2 if narrow and block_k * block_v <= 128 * 128 else 8, "num_stages": 1}
-    if paired:
         prepare_options = {"num_warps": 4, "maxnreg": 168}  # three programs share an SM
     tiles = {
         "reads": (slots, heads, 2 * CHUNK, block_k),
@@ -132,6 +133,11 @@ def build(request: KernelRequest, *, deltas: bool = False) -> KernelModule:
     return KernelModule(render("kda_prefill_hopper" if fast else "kda_prefill", constants), (first, second))
 
 
+def copies_in_16_bytes(spec: TensorSpec) -> bool:
+    """Whether rows of 128 can be copied to shared memory in pieces of eight elements."""
+    return spec.stride[-1] == 1 and all(stride % 8 == 0 for stride in spec.stride[:-1])
+
+
 Scan = tuple[dict[str, Any], dict[str, Any], int]
 
 
@@ -148,7 +154,7 @@ def hopper_scan(common: dict[str, Any], strides: dict[str, Any], block_k: int, b
     del block_k, block_v
     heads = common["H"] * sequences
     tile_v, stages = (32, 3) if heads <= 64 else (64, 2)
-    kept = {name: common[name] for name in ("T", "H", "CHUNKS")}
+    kept = {name: common[name] for name in ("T", "H", "CHUNKS", "ALIGN")}
     return {**kept, **strides, "TILE_V": tile_v, "STAGES": stages}, {"num_warps": 4}, tile_v
 
 

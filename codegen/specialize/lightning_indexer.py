@@ -18,8 +18,8 @@ SELECT_BLOCK = 4096  # codes a step of the selection; the packed running counts 
 def build(request: KernelRequest, *, select_block: int = SELECT_BLOCK, splits: int | None = None) -> KernelModule:
     """``[B, S, H, D]`` queries over ``[B, T, D]`` keys or pages, any sizes.
 
-    ``select_block`` codes make a selection step of the plain kernel; ``splits`` programs a row ask for the kernel of one
-    launch wherever it can serve.
+    ``select_block`` codes make a selection step of the plain kernel; ``splits`` programs a row ask for the kernel of
+    one launch wherever it can serve.
     """
     if lightning_indexer_hopper.serves(request) and (splits is not None or lightning_indexer_hopper.wins(request)):
         return lightning_indexer_hopper.build(request, splits=splits)

@@ -3,11 +3,12 @@
 from typing import Any
 
 from kimigraph.codegen.kernel import KernelLaunch, KernelModule, KernelRequest, TensorSpec
-from kimigraph.codegen.specialize.rendering import ahead_of_time, is_hopper, needed, padded, render
+from kimigraph.codegen.specialize.rendering import ahead_of_time, is_hopper, needed, padded, programs_at_once, render
 
 PAGE = 64
 WIDTH = 128
-RESIDENT = 512  # programs that run at once: 4 on each of the 132 multiprocessors of an H200, rounded to a power of two
+PROGRAMS = 4  # that fit a multiprocessor at once
+MOST_ROWS = 256
 MOST_CANDIDATES = 128
 MOST_TILE = 1024  # codes a step of the selection
 LEVELS = 4
@@ -31,7 +32,7 @@ def serves(request: KernelRequest) -> bool:
         and heads in (16, 32, 64, 128)
         and tuple(keys.stride) == (keys.shape[1] * keys.shape[2], keys.shape[2], 1)
         and q.stride[-1] == 1
-        and 0 < q.shape[0] * q.shape[1] <= RESIDENT // 2
+        and 0 < q.shape[0] * q.shape[1] <= MOST_ROWS
         and 0 < total < MOST_KEYS
         and 0 < int(request.attributes["k"]) <= 8192
         and weights.dtype in ("float32", "bfloat16", "float16")
@@ -39,13 +40,14 @@ def serves(request: KernelRequest) -> bool:
 
 
 def wins(request: KernelRequest) -> bool:
-    """Whether it is the faster one: on Hopper, always."""
-    return is_hopper(request.target)
+    """Whether it is the faster one: on Hopper, always, if all rows fit the device at once."""
+    rows = needed(request, "q").shape[0] * needed(request, "q").shape[1]
+    return is_hopper(request.target) and rows <= programs_at_once(request.target, PROGRAMS)
 
 
-def programs_per_row(rows: int, pages: int) -> int:
-    """A power of two: all programs of the launch run at once, and from 256 pages on each has two pages at least."""
-    most = RESIDENT // rows
+def programs_per_row(rows: int, pages: int, at_once: int) -> int:
+    """A power of two: all programs of the launch run ``at_once``, and from 256 pages on each has two pages at least."""
+    most = at_once // rows
     useful = pages if pages <= 128 else pages // 2
     return 1 << (max(min(most, useful), 1).bit_length() - 1)
 
@@ -58,7 +60,7 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
     rows = batch * tokens
     total = keys.shape[1] if table is None else table.shape[1] * PAGE
     top = int(request.attributes["k"])
-    splits = splits or programs_per_row(rows, total // PAGE)
+    splits = splits or programs_per_row(rows, total // PAGE, programs_at_once(request.target, PROGRAMS))
     pages_each = -(-(total // PAGE) // splits)
     tile = min(max(padded(pages_each * PAGE), 128), MOST_TILE)
     quantised = keys.dtype == "uint8"

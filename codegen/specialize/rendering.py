@@ -104,6 +104,17 @@ def is_hopper(target: str) -> bool:
     return target == "cuda:sm_90"
 
 
+def programs_at_once(target: str, each: int) -> int:
+    """How many programs a launch on ``target`` may have that wait for one another, ``each`` a multiprocessor.
+
+    A power of two; an H200 is assumed where the device is not here.
+    """
+    count = 132
+    if target == "cuda" and torch.cuda.is_available():
+        count = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return 1 << ((count * each).bit_length() - 1)
+
+
 def padded(size: int, least: int = 1) -> int:
     """The smallest power of two that is no less than ``size`` and ``least``; Triton tiles have such sides only."""
     return max(least, 1 << max(size - 1, 0).bit_length())

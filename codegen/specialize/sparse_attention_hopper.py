@@ -4,10 +4,9 @@ from typing import Any
 
 from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
 from kimigraph.codegen.specialize.latent_cache import cache_parts
-from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, is_hopper, needed, render
+from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, is_hopper, needed, programs_at_once, render
 
 LATENT, ROPE, HEADS = 512, 64, 64
-RESIDENT = 128  # programs that run at once, one on each multiprocessor
 LEAST_HEADS = 17  # fewer leave most of a 64-row product empty
 
 
@@ -33,9 +32,9 @@ def wins(request: KernelRequest) -> bool:
     return is_hopper(request.target) and needed(request, "q_latent").shape[2] >= LEAST_HEADS
 
 
-def programs_per_list(groups: int, picks: int) -> int:
-    """A power of two: all programs of the launch run at once, each with 32 picks at least and a head to join."""
-    most = min(RESIDENT // groups if groups <= RESIDENT else 1, HEADS, max(ceil_div(picks, 32), 1))
+def programs_per_list(groups: int, picks: int, at_once: int) -> int:
+    """A power of two: all programs of the launch run ``at_once``, each with 32 picks at least and a head to join."""
+    most = min(max(at_once // groups, 1), HEADS, max(ceil_div(picks, 32), 1))
     return 1 << (most.bit_length() - 1)
 
 
@@ -50,7 +49,7 @@ def build(request: KernelRequest, *, programs: int | None = None, **chosen: int)
     page = latent.shape[1] if table is not None else 0
     total = latent.shape[1] if table is None else table.shape[1] * page
     groups = batch * tokens * ceil_div(heads, HEADS)
-    splits = programs or programs_per_list(groups, picks)
+    splits = programs or programs_per_list(groups, picks, programs_at_once(request.target, 1))
     share = ceil_div(picks, splits)
     block = chosen.get("BLOCK_K", 32 if share <= 32 or scales is None else 64)
     constants: dict[str, Any] = {

@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportAssignmentType=false, reportGeneralTypeIssues=false
 # Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
 """All of a chunk of KDA that does not depend on the state before it, one program a (chunk of 32 tokens, head).
 
@@ -19,6 +19,15 @@ from kimigraph.codegen.templates.rounding import narrow, product
 
 
 @triton.jit
+def first_slot(start, sequence, C: tl.constexpr, ALIGN: tl.constexpr):
+    """Where the chunks of a packed sequence begin: a multiple of ``ALIGN``, the chunks that a program takes at once.
+
+    start / (C ALIGN) grows from one sequence to the next by at least its number of (groups of) chunks, less one.
+    """
+    return (start // (C * ALIGN) + sequence) * ALIGN
+
+
+@triton.jit
 def chunk_rows(
     cu_seqlens,
     slot,
@@ -27,11 +36,12 @@ def chunk_rows(
     CHUNKS: tl.constexpr,
     SEQUENCES: tl.constexpr,
     C: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """(row of the first token among its sequence's tensor rows, tokens in the chunk, batch index) of a chunk slot.
 
-    Packed sequence n owns the slots from cu_seqlens[n] // C + n on, as many as it has chunks: slots never overlap, and
-    no table of chunks has to be made. Slots between sequences hold no token. ``entry`` numbers the sequences.
+    Packed sequence n owns the slots from ``first_slot`` on, as many as it has chunks: slots never overlap, and no table
+    of chunks has to be made. Slots between sequences hold no token. ``entry`` numbers the sequences.
     """
     if cu_seqlens is None:
         sequence = slot // CHUNKS
@@ -40,10 +50,10 @@ def chunk_rows(
     else:
         start = tl.load(cu_seqlens + entry, mask=entry < SEQUENCES, other=0).to(tl.int32)
         # Slots of sequences grow strictly, so the owner is the last that begins no later.
-        owner = tl.sum(((start // C + entry <= slot) & (entry < SEQUENCES)).to(tl.int32), 0) - 1
+        owner = tl.sum(((first_slot(start, entry, C, ALIGN) <= slot) & (entry < SEQUENCES)).to(tl.int32), 0) - 1
         begin = tl.load(cu_seqlens + owner).to(tl.int32)
         end = tl.load(cu_seqlens + owner + 1).to(tl.int32)
-        first = begin + (slot - begin // C - owner) * C
+        first = begin + (slot - first_slot(begin, owner, C, ALIGN)) * C
         count = tl.minimum(end - first, C)
         sequence = owner * 0
     return first, count, sequence
@@ -179,7 +189,7 @@ def prepare_chunks(
     SOLVE: tl.constexpr = tl.float16 if OPERAND == tl.bfloat16 else OPERAND
     head = tl.program_id(0)
     slot = tl.program_id(1)
-    first, count, sequence = chunk_rows(cu_seqlens, slot, tl.arange(0, BLOCK_N), T, CHUNKS, SEQUENCES, C)
+    first, count, sequence = chunk_rows(cu_seqlens, slot, tl.arange(0, BLOCK_N), T, CHUNKS, SEQUENCES, C, 1)
     if count > 0:
         row = tl.arange(0, C)
         in_k = tl.arange(0, BLOCK_K)

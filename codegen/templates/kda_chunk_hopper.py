@@ -1,5 +1,6 @@
-# pyright: basic
-# Kernel text: inside @gluon.jit, names are tensors of a language that type checkers do not know.
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+# Kernel text: inside @gluon.jit, names are tensors and constants of a language whose types say little to a checker.
 """``kda_chunk`` for heads of 128 and a bounded gate on Hopper: two chunks of 32 tokens a program, as rows of one tile.
 
 Warp-group products have 64 rows at least; of [64, 64] results only the two blocks on the diagonal count. Operands stay
@@ -117,7 +118,7 @@ def prepare_chunk_pairs(
     BLOCK_N: gl.constexpr,
     GATE_IN_TILE: gl.constexpr,
 ):
-    """The scratch of ``prepare_chunks`` for slots 2 i and 2 i + 1; slots are an even number."""
+    """The scratch of ``prepare_chunks`` for slots 2 i and 2 i + 1, which are of one sequence."""
     C: gl.constexpr = 32
     D: gl.constexpr = 128
     ROWS: gl.constexpr = 2 * C
@@ -133,8 +134,8 @@ def prepare_chunk_pairs(
     head = gl.program_id(0)
     slot = 2 * gl.program_id(1)
     entry = gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    first0, count0, sequence0 = chunk_rows(cu_seqlens, slot, entry, T, CHUNKS, SEQUENCES, C)
-    first1, count1, sequence1 = chunk_rows(cu_seqlens, slot + 1, entry, T, CHUNKS, SEQUENCES, C)
+    first0, count0, sequence0 = chunk_rows(cu_seqlens, slot, entry, T, CHUNKS, SEQUENCES, C, 2)
+    first1, count1, sequence1 = chunk_rows(cu_seqlens, slot + 1, entry, T, CHUNKS, SEQUENCES, C, 2)
 
     chunk = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(1, CHUNK_ROW)), 1)
     row = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, CHUNK_ROW)), 0)

@@ -1,5 +1,6 @@
-# pyright: basic
-# Kernel text: inside @triton.jit and @gluon.jit, names are tensors of a language that type checkers do not know.
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+# Kernel text: inside @gluon.jit, names are tensors and constants of a language whose types say little to a checker.
 """One KDA step with its neighbours in one launch, for heads of 128 on NVIDIA GPUs: 8 warps own one head's state.
 
 Every load is issued before the first arithmetic, and q, k, the gate and v go through convolution, SiLU and gate as the

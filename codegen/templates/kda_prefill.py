@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from kimigraph.codegen.templates.kda_chunk import prepare_chunks
+from kimigraph.codegen.templates.kda_chunk import first_slot, prepare_chunks
 from kimigraph.codegen.templates.rounding import narrow, product
 
 INTERPRET = knobs.runtime.interpret
@@ -37,6 +37,7 @@ def scan_chunks(
     V: tl.constexpr,
     C: tl.constexpr,
     CHUNKS: tl.constexpr,
+    ALIGN: tl.constexpr,
     INITIAL_STRIDE: tl.constexpr,
     FINAL_STRIDE: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -67,7 +68,7 @@ def scan_chunks(
     else:
         begin = tl.load(cu_seqlens + sequence).to(tl.int64)
         end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
-        slot = (begin // C).to(tl.int32) + sequence
+        slot = first_slot(begin.to(tl.int32), sequence, C, ALIGN)
     row = tl.arange(0, C)
     while begin < end:
         base = (slot * H + head).to(tl.int64)

@@ -1,5 +1,6 @@
-# pyright: basic
-# Kernel text: inside @triton.jit and @gluon.jit, names are tensors of a language that type checkers do not know.
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+# Kernel text: inside @gluon.jit, names are tensors and constants of a language whose types say little to a checker.
 """The gated delta rule over runs of tokens for heads of 128 on Hopper: chunks by themselves, then the states.
 
 The second launch keeps a state in the accumulators of warp-group products and has the chunks' tiles brought to shared
@@ -21,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kimigraph.codegen.templates.kda_chunk import prepare_chunks
+from kimigraph.codegen.templates.kda_chunk import first_slot, prepare_chunks
 from kimigraph.codegen.templates.kda_chunk_hopper import prepare_chunk_pairs
 
 CONSTANTS: dict[str, Any] = {}
@@ -69,6 +70,7 @@ def scan_chunks(
     T: gl.constexpr,
     H: gl.constexpr,
     CHUNKS: gl.constexpr,
+    ALIGN: gl.constexpr,
     INITIAL_STRIDE: gl.constexpr,
     FINAL_STRIDE: gl.constexpr,
     TILE_V: gl.constexpr,
@@ -105,7 +107,7 @@ def scan_chunks(
     else:
         begin = gl.load(cu_seqlens + sequence).to(gl.int64)
         count = (gl.load(cu_seqlens + sequence + 1).to(gl.int64) - begin).to(gl.int32)
-        slot = (begin // C).to(gl.int32) + sequence
+        slot = first_slot(begin.to(gl.int32), sequence, C, ALIGN)
     chunks = (count + C - 1) // C
     base = slot * H + head
     column = tile * TILE_V

@@ -95,11 +95,14 @@ def keep_page(codes, code, entry, page, limit, last_page):
 
 @triton.jit
 def keep_anchor(anchor, threshold):
-    """The exponent of the last winner's score is where the row's next histogram is centred; any would be right."""
+    """The exponent of the last winner's score is where the row's next histogram is centred; any would be right.
+
+    It rises at once and falls by one a launch: a lone score near 0 must not move the window.
+    """
     magnitude = tl.where(threshold >= 0x80000000, threshold - 0x80000000, 0x7FFFFFFF - threshold)
     exponent = (magnitude >> 23).to(tl.int32)
     if (threshold > 0) & (exponent > 0) & (exponent < 255):
-        tl.store(anchor, exponent)
+        tl.store(anchor, tl.maximum(exponent, tl.load(anchor) - 1))
 
 
 @triton.jit
@@ -145,8 +148,9 @@ def index_and_select(
     tiles, q, keys, weights, lengths, block_table, codes, candidates, counts, state, picked,
     S: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr,
     Q_STRIDE: tl.constexpr, WEIGHT_STRIDE: tl.constexpr, LENGTH_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr,
-    PAGED: tl.constexpr, QUANTISED: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, ONE: tl.constexpr,
-    SEGMENTS: tl.constexpr, STEP: tl.constexpr, STATE: tl.constexpr, STAGE: tl.constexpr, INTERPRET: tl.constexpr,
+    PAGED: tl.constexpr, QUANTISED: tl.constexpr, SPLITS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr,
+    ONE: tl.constexpr, SEGMENTS: tl.constexpr, STEP: tl.constexpr, STATE: tl.constexpr, STAGE: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One slice of one query row. ``state`` holds STATE words a row: counters and histograms, zero between launches."""
     ALL: tl.constexpr = STAGE < 0

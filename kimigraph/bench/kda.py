@@ -50,18 +50,30 @@ def decode_point(heads: int, batch: int, peers: Sequence[str]) -> dict[str, Any]
     nbytes = kda_decode.state_bytes(heads, batch)
     given = [kda_decode.operands(heads, batch) for _ in range(sets_for_cold_cache(nbytes))]
     launch = kda_decode.ours(given[0])
-    checked = kda_decode.copies(given[0])
+    pristine, checked = kda_decode.copies(given[0]), kda_decode.copies(given[0])
     out = launch(*checked.values())
     found = {"out": out, "state": checked["state"], "conv_state": checked["conv_state"]}
-    wanted = dict(zip(("out", "state", "conv_state"), kda_decode.expected(given[0]), strict=True))
+    names = ["out", "state", "conv_state"]
+    wanted = dict(zip(names, kda_decode.expected(given[0]), strict=True))
     errors = compare(f"decode H {heads} B {batch}", found, wanted)
     time = time_in_graph([bound(launch, one) for one in given])
     floor = 2 * nbytes / STATE_BYTES_AT_RATE
-    point = {"heads": heads, "batch": batch, "ours": entry(time, errors), "floor_us": round(floor, 2), "peers": {}}
+    point: dict[str, Any] = {
+        "heads": heads,
+        "batch": batch,
+        "ours": entry(time, errors),
+        "floor_us": round(floor, 2),
+        "peers": {},
+    }
     for name in DECODE_PEERS:
         if name in peers:
             point["peers"][name] = peer_entry(
-                lambda one, name=name: adaptor(name).decode(one, kda_decode.ATTRIBUTES), given, wanted, time, 20
+                lambda one, name=name: adaptor(name).decode(one, kda_decode.ATTRIBUTES),
+                pristine,
+                given,
+                wanted,
+                time,
+                20,
             )
     return point
 
@@ -80,7 +92,12 @@ def prefill_point(heads: int, lengths: tuple[int, ...], peers: Sequence[str]) ->
     for name in PREFILL_PEERS:
         if name in peers:
             point["peers"][name] = peer_entry(
-                lambda one, name=name: adaptor(name).prefill(one, kda_prefill.ATTRIBUTES), given, wanted, time, count
+                lambda one, name=name: adaptor(name).prefill(one, kda_prefill.ATTRIBUTES),
+                given[0],
+                given,
+                wanted,
+                time,
+                count,
             )
     return point
 
@@ -98,16 +115,23 @@ def part(out: torch.Tensor, final_state: torch.Tensor, wanted: dict[str, torch.T
 
 
 def peer_entry(
-    prepare: Callable[[Any], Any], given: Sequence[Any], wanted: dict[str, torch.Tensor], ours: Timing, count: int
+    prepare: Callable[[Any], Any],
+    pristine: Any,
+    given: Sequence[Any],
+    wanted: dict[str, torch.Tensor],
+    ours: Timing,
+    count: int,
 ) -> dict[str, Any]:
-    """The peer's errors and time, or why there are none."""
+    """The peer's errors and time, or why there are none; ``pristine`` operands have not been stepped on by anyone.
+
+    Raises NumericsError when the peer computes something else: its time would mean nothing.
+    """
     try:
-        prepared = [prepare(one) for one in given]
-        prepared[0][0]()
-        written = prepared[0][1]
+        call, written = prepare(pristine)
+        call()
         found = part(written["out"], written["final_state"], wanted) if "final_state" in written else written
-        errors = {name: relative_error(found[name], wanted[name]) for name in wanted}
-        time = time_in_graph([call for call, _ in prepared], at_least=count)
+        errors = compare(f"a peer of H {pristine['a_log'].numel()}", found, wanted)
+        time = time_in_graph([prepare(one)[0] for one in given], at_least=count)
     except PeerUnavailableError as reason:
         return {"unavailable": str(reason)}
     return {**entry(time, errors), "ratio": round(time.median / ours.median, 3)}

@@ -59,7 +59,7 @@ def expected(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
     g = log_decay(x["gate"].view(batch, heads, SIDE), x["a_log"], bias, ATTRIBUTES["lower_bound"])
     strength = torch.sigmoid(x["beta"])
     rows = [
-        delta_rule(*(part[row : row + 1] for part in (q, k, v, g)), strength[row], x["state"][row])
+        delta_rule(q[row, None], k[row, None], v[row, None], g[row, None], strength[row], x["state"][row])
         for row in range(batch)
     ]
     out, state = torch.stack([out for out, _ in rows]), torch.stack([state for _, state in rows])

@@ -1,8 +1,8 @@
 """Descriptors: the types of caches and states, so that a reader cannot misread what a writer wrote.
 
 Each has a text form that round-trips, ``latent{layout=contiguous,dtype=bfloat16,width=512,...}``; that text
-is what ``InputSpec.descriptor`` and the operators' ``descriptor`` attribute hold. Fields appear in their order, those of
-quantised caches only there, so two descriptors are equal exactly when their texts are.
+is what ``InputSpec.descriptor`` and the operators' ``descriptor`` attribute hold. Fields appear in their order, those
+of quantised caches only there, so two descriptors are equal exactly when their texts are.
 """
 
 from dataclasses import dataclass, fields

@@ -136,8 +136,8 @@ def _check_writes(program: CapturedProgram) -> None:
         if root.op != "placeholder":
             continue
         spec = specs[root.name]
-        if spec.bound:
-            raise _fail(node, f"writes the {spec.kind} {spec.source}; only caches and inputs can be updated")
+        if spec.bound and not (spec.kind == "buffer" and spec.mutated):
+            raise _fail(node, f"writes the {spec.kind} {spec.source}; only caches, inputs and buffers can be updated")
         if not spec.mutated:
             raise _fail(node, f"writes the input {spec.source}, which is not declared mutated")
         written.add(root.name)

@@ -10,7 +10,7 @@ from kimigraph.passes.algebra.frames import Frame, Occurrence
 from kimigraph.passes.algebra.layout import layout, peel
 from kimigraph.passes.algebra.masks import MaskTerm, mask_step, selects, sense_of
 from kimigraph.passes.algebra.match import Match, Trace
-from kimigraph.passes.algebra.nodes import COPIES, argument, is_cast, is_number, packet, rank, shape
+from kimigraph.passes.algebra.nodes import COPIES, FLOATS, argument, dtype, is_cast, is_number, packet, rank, shape
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.unify import Leaf, Op, Scaled, Sum
 
@@ -109,7 +109,7 @@ def _weighted_sum(sink: Node) -> tuple[Node, list[Node]]:
         user = users[0]
         if user.target is ATEN.matmul.default and user.args[0] is node:
             return user, [*path, user]
-        if user.target not in COPIES and not is_cast(user):
+        if user.target not in COPIES and not (is_cast(user) and dtype(user) in FLOATS):
             raise Refused(f"the weights go into {packet(user)}", user)
         path.append(user)
         node = user

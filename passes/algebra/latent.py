@@ -121,7 +121,7 @@ def _rope_cache(rope: Piece | None, batch: int, heads: int, keys: int, attention
         return None
     base, chain = peel(rope.node)
     sizes = {"b": batch, "t": keys, "r": rope.width}
-    leaf = Occurrence(rope.node, base, tuple(chain), Frame.of("bhtr"), attention.sink)
+    leaf = Occurrence(rope.node, base, tuple(chain), Frame.of("bhtr"), rope.reader or attention.sink)
     return operand("the shared part of the keys", leaf, "btr", sizes)
 
 

@@ -6,10 +6,12 @@ in ascending order, then -1. Both are the same to a consumer that neither sees t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch.fx import Graph, Node
 
+from kimigraph.passes.algebra.layout import contiguous, layout
 from kimigraph.passes.algebra.masks import Atom, Sense, atoms, is_mask, missing, sense_of
 from kimigraph.passes.algebra.nodes import argument, constant, described, is_cast, is_view, packet, rank, shape
 from kimigraph.passes.algebra.refusal import Refused
@@ -46,7 +48,7 @@ def uses_of(topk: Node, hidden: Sequence[Atom]) -> Uses:
     uses = Uses([item for item in items if item.args[1] == 1])
     derived: set[Node] = set()
     for item in uses.index:
-        _walk(item, uses, derived, hidden, direct=True)
+        _walk(item, uses, derived, hidden, direct=True, picked=shape(item)[-1])
     _require_no_order(derived)
     if hidden:
         for node in uses.sets:
@@ -56,8 +58,11 @@ def uses_of(topk: Node, hidden: Sequence[Atom]) -> Uses:
     return uses
 
 
-def _walk(node: Node, uses: Uses, derived: set[Node], hidden: Sequence[Atom], direct: bool) -> None:
-    """Sort the users of ``node``: the indices themselves (``direct``) or what was computed from them."""
+def _walk(node: Node, uses: Uses, derived: set[Node], hidden: Sequence[Atom], direct: bool, picked: int) -> None:
+    """Sort the users of ``node``: the indices themselves (``direct``) or what was computed from them.
+
+    ``picked`` is how many keys a row names.
+    """
     if node in derived:
         return
     derived.add(node)
@@ -65,23 +70,48 @@ def _walk(node: Node, uses: Uses, derived: set[Node], hidden: Sequence[Atom], di
         name = packet(user)
         if name in SHAPE_ONLY or name == "_assert_tensor_metadata":
             continue
-        if is_view(user) or is_cast(user):
-            _walk(user, uses, derived, hidden, direct)
-        elif name == "scatter" and argument(user, "index") is node and _on_last(user):
-            if direct:
-                uses.sets.append(user)
+        if is_cast(user) or (is_view(user) and keeps_rows(user)):
+            _walk(user, uses, derived, hidden, direct, picked)
+        elif direct and name == "scatter" and _along_picks(user, node, picked) and _marks_alike(user):
+            uses.sets.append(user)
         elif name == "scatter_add" and _on_last(user) and not direct:
             continue
-        elif direct and name == "gather" and argument(user, "index") is node and _on_last(user):
+        elif direct and name == "gather" and _along_picks(user, node, picked):
             (uses.validity if _is_validity(user, hidden) else uses.lists).append(user)
-            _walk(user, uses, derived, hidden, direct=False)
-        elif direct and name == "index" and _looks_up(user, node):
+            _walk(user, uses, derived, hidden, False, picked)
+        elif direct and name == "index" and _looks_up(user, node, picked):
             uses.lists.append(user)
-            _walk(user, uses, derived, hidden, direct=False)
+            _walk(user, uses, derived, hidden, False, picked)
         elif not direct and name in ELEMENTWISE | JOINING:
-            _walk(user, uses, derived, hidden, direct=False)
+            _walk(user, uses, derived, hidden, False, picked)
         else:
             raise Refused(f"the order of the top-k is used by {described(user)}", user)
+
+
+def keeps_rows(view: Node) -> bool:
+    """Whether a view of a list of picks keeps each row whole and the rows in order; it may repeat them.
+
+    A part of a row depends on the order of the picks, and other rows are the picks of other queries.
+    """
+    source = view.args[0]
+    found = layout(source, [view]) if isinstance(source, Node) else None
+    if found is None or found.offset:
+        return False
+    dims = [(size, stride) for size, stride in zip(found.shape, found.strides, strict=True) if stride]
+    sizes = tuple(size for size, _ in dims)
+    return tuple(stride for _, stride in dims) == contiguous(sizes).strides and prod(sizes) == prod(shape(source))
+
+
+def _along_picks(user: Node, node: Node, picked: int) -> bool:
+    """Whether ``user`` indexes its last dim by all picks of a row at once."""
+    return argument(user, "index") is node and _on_last(user) and shape(node)[-1] == picked
+
+
+def _marks_alike(scatter: Node) -> bool:
+    """Whether all picks of a row are given one value, whatever their order."""
+    if argument(scatter, "reduce") is not None:
+        return False
+    return constant(argument(scatter, "value", argument(scatter, "src"))) is not None
 
 
 def _on_last(node: Node) -> bool:
@@ -97,20 +127,35 @@ def _is_validity(gather: Node, hidden: Sequence[Atom]) -> bool:
     return not missing(found, hidden) and not missing(hidden, found)
 
 
-def _looks_up(user: Node, node: Node) -> bool:
+def _looks_up(user: Node, node: Node, picked: int) -> bool:
+    """Whether the picks are the last of some indices, and the others are the same for all picks of a row."""
     indices = argument(user, "indices")
-    return isinstance(indices, list | tuple) and indices[-1] is node and user.args[0] is not node
+    if not isinstance(indices, list | tuple) or indices[-1] is not node or user.args[0] is node:
+        return False
+    others = [other for other in indices[:-1] if isinstance(other, Node)]
+    return shape(node)[-1] == picked and all(shape(other)[-1:] in ((), (1,)) for other in others)
 
 
 def _require_no_order(derived: set[Node]) -> None:
     """A list of picks may meet only itself, or what is the same for all picks of a row: else its order matters."""
     for node in derived:
+        for user in node.users:
+            if packet(user) == "scatter_add":
+                _require_counted(user, derived)
         if packet(node) not in ELEMENTWISE:
             continue
         for other in node.all_input_nodes:
             along = shape(other)[2:]
             if other not in derived and constant(other) is None and any(size != 1 for size in along):
                 raise Refused(f"the order of the top-k meets {other.name}", node)
+
+
+def _require_counted(scatter_add: Node, derived: set[Node]) -> None:
+    """A count of listed keys: each entry adds one value, or one that was computed from the entry itself."""
+    base, _dim, index, value = scatter_add.args[:4]
+    known = value in derived or constant(value) is not None
+    if base in derived or index not in derived or not known:
+        raise Refused(f"the order of the top-k is used by {described(scatter_add)}", scatter_add)
 
 
 def _require_masked(scatter: Node, hidden: Sequence[Atom]) -> None:
@@ -175,7 +220,7 @@ def redirect(graph: Graph, uses: Uses, picks: Node) -> None:
 def source_of(index: Node) -> Node:
     """The node that lists the picks, below views, casts and the clamping of -1."""
     while True:
-        if is_view(index) or is_cast(index) or (packet(index) == "clamp_min" and index.args[1] == 0):
+        if is_cast(index) or (is_view(index) and keeps_rows(index)) or (packet(index) == "clamp_min" and index.args[1] == 0):
             inner = index.args[0]
             assert isinstance(inner, Node)
             index = inner

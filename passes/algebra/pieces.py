@@ -14,11 +14,15 @@ EMPTY = frozenset(("new_empty", "empty", "empty_like", "empty_strided", "new_emp
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns ``start`` to ``stop`` of the last dim, held by ``node``."""
+    """Columns ``start`` to ``stop`` of the last dim, held by ``node``.
+
+    ``reader`` is the node that copies them into the concatenation, None where nothing does.
+    """
 
     start: int
     stop: int
     node: Node
+    reader: Node | None = None
 
     @property
     def width(self) -> int:
@@ -40,7 +44,9 @@ def pieces(node: Node) -> list[Piece]:
     if name == "cat" and argument(base, "dim") in (-1, rank(base) - 1):
         parts = argument(base, "tensors")
         return (
-            _side_by_side([part for part in parts if isinstance(part, Node)]) if isinstance(parts, list | tuple) else []
+            _side_by_side([part for part in parts if isinstance(part, Node)], base)
+            if isinstance(parts, list | tuple)
+            else []
         )
     if name == "slice_scatter":
         return _overwritten(base)
@@ -51,13 +57,13 @@ def pieces(node: Node) -> list[Piece]:
     return [Piece(0, shape(node)[-1], node)]
 
 
-def _side_by_side(parts: Sequence[Node]) -> list[Piece]:
+def _side_by_side(parts: Sequence[Node], cat: Node) -> list[Piece]:
     found: list[Piece] = []
     start = 0
     for part in parts:
         width = shape(part)[-1]
         if width:
-            found.append(Piece(start, start + width, part))
+            found.append(Piece(start, start + width, part, cat))
         start += width
     return found
 
@@ -77,7 +83,8 @@ def _overwritten(node: Node) -> list[Piece]:
             kept.append(piece)
         elif not (start <= piece.start and piece.stop <= stop):
             raise Refused("a part of the concatenation is partly overwritten", node)
-    written = [Piece(start, stop, _copied(source))] if stop > start else []
+    reader = source if packet(source) == "copy" else node
+    written = [Piece(start, stop, _copied(source), reader)] if stop > start else []
     return sorted(kept + written, key=lambda piece: piece.start)
 
 

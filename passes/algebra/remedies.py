@@ -68,6 +68,10 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         r"the selection is not that of an indexer",
         "let fuse-lightning-indexer match first: kimigraph explain says why not",
     ),
+    (
+        r"the selection meets other queries",
+        "mark the picked keys in a tensor [B, S, T] and use it as it is: row (b, s) for query (b, s), all keys",
+    ),
     (r"more than one selection", "let one indexer choose the keys of an attention"),
     (r"the mask differs from head to head", "use one mask [B, 1, S, T] for all heads"),
     (

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from kimigraph.ir.operators import OPERATORS
+from kimigraph.passes.algebra.layout import Layout, base_tensor, contiguous, replay
 from kimigraph.passes.algebra.lengths import Length, length_of_mask, length_of_node
 from kimigraph.passes.algebra.masks import PICKING, Atom, MaskTerm, atoms, missing
 from kimigraph.passes.algebra.nodes import argument, constant, dtype, packet, rank, shape
@@ -33,6 +34,7 @@ def selection_of(graph: Graph, sink: Node, masks: Sequence[MaskTerm], want: tupl
             raise Refused("the mask differs from head to head", mask.node)
     index = chosen[0].index
     assert index is not None
+    _require_placed(chosen[0], masks, want)
     if chosen[0].kind == "counted":
         if rest:
             raise Refused(
@@ -42,8 +44,26 @@ def selection_of(graph: Graph, sink: Node, masks: Sequence[MaskTerm], want: tupl
     picks = source_of(index)
     if picks.target is not INDEXER:
         raise Refused("the selection is not that of an indexer that was fused", picks)
+    if shape(picks)[:2] != want[:2] or shape(index)[:-1] != shape(chosen[0].node)[:-1]:
+        raise Refused("the selection meets other queries than those it was made for", chosen[0].node)
     _require_indexers_mask(graph, picks, masks, rest, want)
     return picks
+
+
+def _require_placed(atom: Atom, masks: Sequence[MaskTerm], want: tuple[int, int, int]) -> None:
+    """Refuse unless row (b, s) of the selection hides keys of query (b, s), key by key."""
+    for mask in masks:
+        for other in atoms(mask.node, mask.sense):
+            if other.key() == atom.key() and _seen(other, want) != contiguous(want):
+                raise Refused("the selection meets other queries or keys than those it was made for", atom.node)
+
+
+def _seen(atom: Atom, want: tuple[int, int, int]) -> Layout | None:
+    """Where the elements of an atom's tensor meet [B, S, T]; None when that cannot be said."""
+    try:
+        return Layout.of(_place(want)(replay(atom.chain, base_tensor(atom.node))))
+    except (RuntimeError, IndexError, TypeError):
+        return None
 
 
 def _listed(scatter_add: Node, want: tuple[int, int, int]) -> Node:

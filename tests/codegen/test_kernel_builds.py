@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from kimigraph.codegen import cross_compile_worker
 from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
 from kimigraph.codegen.specialize import BUILDERS
+from kimigraph.ir.descriptors import IndexKeyDescriptor, LatentDescriptor
 from kimigraph.ir.env import compiler_environment
 from kimigraph.ir.errors import CompileError
 
@@ -25,6 +26,36 @@ def tensor(*shape: int, dtype: str = "bfloat16") -> TensorSpec:
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
     return TensorSpec(shape, tuple(strides[: len(shape)]), dtype)
+
+
+PACKED_KEYS = str(IndexKeyDescriptor("paged", "float8_e4m3fn", 128, page_size=64, scales="power2"))
+PACKED_ROWS = str(LatentDescriptor("contiguous", "float8_e4m3fn", 512, 64, 0, 1, 128, "scales_rope", "power2"))
+
+
+def packed_indexer(batch, total=32768) -> KernelRequest:
+    """fp8 queries over pages of fp8 keys: what the one-launch form on Hopper is for."""
+    tensors = {
+        "q": tensor(batch, 1, 64, 128, dtype="float8_e4m3fn"),
+        "keys": tensor(batch * total // 64, 64, 132, dtype="uint8"),
+        "weights": tensor(batch, 1, 64, dtype="float32"),
+        "lengths": tensor(batch, dtype="int32"),
+        "mask": None,
+        "block_table": tensor(batch, total // 64, dtype="int32"),
+    }
+    attributes = {"k": 2048, "scale": 0.088, "descriptor": PACKED_KEYS}
+    return KernelRequest("lightning_indexer", tensors, attributes, "cuda:sm_90")
+
+
+def packed_attention(batch, heads=64) -> KernelRequest:
+    tensors = {
+        "q_latent": tensor(batch, 1, heads, 512),
+        "q_rope": tensor(batch, 1, heads, 64),
+        "latent": tensor(batch, 32768, 656, dtype="uint8"),
+        "rope": None,
+        "indices": tensor(batch, 1, 2048, dtype="int32"),
+        "block_table": None,
+    }
+    return KernelRequest("sparse_attention", tensors, {"scale": 0.07, "descriptor": PACKED_ROWS}, "cuda:sm_90")
 
 
 def indexer(batch=8, tokens=1, dtype="bfloat16", paged=False, total=32768) -> KernelRequest:
@@ -106,6 +137,12 @@ REQUESTS = {
     "attention_h32_b64": attention(batch=64, heads=32),
     "attention_h64_paged": attention(batch=8, paged=True),
     "attention_fp32": attention(dtype="float32"),
+    "indexer_one_launch": packed_indexer(1),
+    "indexer_one_launch_b64": packed_indexer(64, 131072),
+    "indexer_one_launch_bf16": replace(indexer(), target="cuda:sm_90"),
+    "attention_one_launch": packed_attention(1),
+    "attention_one_launch_b64": packed_attention(64),
+    "attention_one_launch_bf16": replace(attention(batch=8), target="cuda:sm_90"),
     "kda_vk": delta(),
     "kda_kv": delta(layout="kv", lower_bound=None),
     "kda_four_tokens": delta(tokens=4),
@@ -184,6 +221,25 @@ def test_attention_uses_warp_group_products(built, name):
     code = instructions(built, name, "attend_split")
     assert "HGMMA" in code and "HMMA" not in code
     assert usage(built, name, "attend_split")["shared_memory"] <= 227 * 1024
+
+
+@pytest.mark.parametrize("name", [name for name in REQUESTS if name.startswith("indexer_one_launch")])
+def test_four_programs_of_the_one_launch_indexer_fit_a_multiprocessor(built, name):
+    assert len(built[1][name].launches) == 1
+    taken = usage(built, name, "index_and_select")
+    assert taken["launch_cooperative_grid"]
+    assert taken["registers"] <= 128 and taken["shared_memory"] <= 56 * 1024
+    code = instructions(built, name, "index_and_select")
+    assert "UTMALDG" in code and ("HGMMA" if name.endswith("bf16") else "QGMMA") in code
+
+
+@pytest.mark.parametrize("name", [name for name in REQUESTS if name.startswith("attention_one_launch")])
+def test_one_launch_attention_uses_warp_group_products(built, name):
+    assert len(built[1][name].launches) == 1
+    taken = usage(built, name, "attend_and_join")
+    assert taken["launch_cooperative_grid"] and taken["shared_memory"] <= 227 * 1024
+    code = instructions(built, name, "attend_and_join")
+    assert "HGMMA" in code and "HMMA." not in code.replace("HGMMA", "")
 
 
 def test_gathered_rows_are_copied_in_16_byte_pieces(built):

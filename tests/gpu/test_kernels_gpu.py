@@ -32,6 +32,8 @@ def cases_of(op: str) -> ModuleType:
 INDEXER = cases_of("lightning_indexer")
 ATTENTION = cases_of("sparse_attention")
 DELTA = cases_of("kda_decode")
+FUSED_INDEXER = cases_of("lightning_indexer_hopper")
+FUSED_ATTENTION = cases_of("sparse_attention_hopper")
 PREFILL = cases_of("kda_prefill")
 cases_of("short_conv")
 

@@ -54,7 +54,8 @@ def run(kernel, device, layout, batch, tokens, heads, picks, paged, programs):
     module = kernel("sparse_attention", dict(zip(OPERANDS, operands, strict=True)), attributes, **options)
     assert hasattr(module, "attend_and_join") == (programs is not None)
     out, lse = (tensor.cpu() for tensor in module.launch(*operands))
-    assert all(torch.equal(a, b.cpu()) for a, b in zip((out, lse), module.launch(*operands), strict=True))
+    if device != "cpu":
+        assert all(torch.equal(a, b.cpu()) for a, b in zip((out, lse), module.launch(*operands), strict=True))
     empty = wanted_lse.isneginf()
     assert torch.equal(lse.isneginf(), empty) and out[empty].count_nonzero() == 0
     assert (out.float() - wanted).norm() <= 4e-3 * wanted.norm()

@@ -260,3 +260,49 @@ def test_strong_betas_and_gates_stay_bounded():
     g = torch.full((1, tokens, 1, 8), -5e-4)
     _, final = PREFILL(k, k, v, g, torch.full((1, tokens, 1), 0.999), None, scale=1.0, l2_norm=False)
     assert final.norm() < 20
+
+
+def test_prefill_with_raw_logits_is_prefill_after_the_gate():
+    torch.manual_seed(5)
+    q, k, v, logits = torch.randn(4, 2, 5, 2, 4).unbind(0)
+    beta, a_log, bias = torch.randn(2, 5, 2), torch.randn(2) * 0.3, torch.randn(8)
+    options = {"scale": 0.5, "l2_norm": True}
+    for lower_bound in (None, -5.0):
+        z = logits + bias.view(2, 4)
+        rate = a_log.exp().view(2, 1)
+        softplus = torch.nn.functional.softplus
+        g = -rate * softplus(z) if lower_bound is None else lower_bound * torch.sigmoid(rate * z)
+        wanted = torch.ops.kimigraph.kda_prefill(q, k, v, g, beta.sigmoid(), **options)
+        found = torch.ops.kimigraph.kda_prefill(
+            q, k, v, logits, beta, a_log=a_log, dt_bias=bias, lower_bound=lower_bound, **options
+        )
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_packed_prefill_is_each_sequence_alone():
+    torch.manual_seed(6)
+    q, k, v = torch.randn(3, 1, 9, 2, 4).unbind(0)
+    g, beta, state = -torch.rand(1, 9, 2, 4), torch.rand(1, 9, 2), torch.randn(3, 2, 4, 4)
+    edges = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    options = {"scale": 0.5, "l2_norm": True}
+    out, final = torch.ops.kimigraph.kda_prefill(q, k, v, g, beta, state, cu_seqlens=edges, **options)
+    assert torch.equal(final[1], state[1])
+    for sequence, part in ((0, slice(0, 4)), (2, slice(4, 9))):
+        alone, last = torch.ops.kimigraph.kda_prefill(
+            *(x[:, part] for x in (q, k, v, g, beta)), state[sequence : sequence + 1], **options
+        )
+        torch.testing.assert_close(out[:, part], alone)
+        torch.testing.assert_close(final[sequence], last[0])
+
+
+def test_prefill_refuses_half_a_gate_and_states_of_other_sequences():
+    q, beta = torch.empty(1, 9, 2, 4, device="meta"), torch.empty(1, 9, 2, device="meta")
+    options = {"scale": 0.5, "l2_norm": True}
+    with pytest.raises(ValueError, match="both or neither"):
+        torch.ops.kimigraph.kda_prefill(q, q, q, q, beta, a_log=torch.empty(2, device="meta"), **options)
+    edges = torch.empty(4, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match="states of"):
+        torch.ops.kimigraph.kda_prefill(
+            q, q, q, q, beta, torch.empty(2, 2, 4, 4, device="meta"), cu_seqlens=edges, **options
+        )

@@ -9,6 +9,8 @@ Prepared = Callable[[], Any]
 
 DECODE_PEERS = ("fla", "vllm")
 PREFILL_PEERS = ("fla", "flash_kda")
+INDEXER_PEERS = ("deep_gemm",)
+ATTENTION_PEERS = ("flash_mla",)
 
 
 class PeerUnavailableError(Exception):

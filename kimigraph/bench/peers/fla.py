@@ -3,6 +3,7 @@
 """flash-linear-attention: for a decode step three Triton launches, for prefill its chunked kernels."""
 
 import importlib.util
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ def _require() -> None:
 def decode(given: dict[str, torch.Tensor], attributes: dict[str, Any]) -> tuple[Prepared, dict[str, torch.Tensor]]:
     """Convolution, recurrence with gate and norms inside, gated norm; states of its own, updated in place."""
     _require()
-    from fla.modules.causal_conv1d.ops import causal_conv1d_update
-    from fla.modules.norm.fused_norm_gate import layer_norm_gated_fwd
-    from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+    causal_conv1d_update = import_module("fla.modules.causal_conv1d.ops").causal_conv1d_update
+    layer_norm_gated_fwd = import_module("fla.modules.norm.fused_norm_gate").layer_norm_gated_fwd
+    fused_recurrent_kda_fwd = import_module("fla.ops.kda.fused_recurrent").fused_recurrent_kda_fwd
 
     batch, heads, side, _ = given["state"].shape
     # fla keeps the current input in its history as well, and writes no other column than the last three.
@@ -52,7 +53,7 @@ def decode(given: dict[str, torch.Tensor], attributes: dict[str, Any]) -> tuple[
 def prefill(given: dict[str, Any], attributes: dict[str, Any]) -> tuple[Prepared, dict[str, torch.Tensor]]:
     """``chunk_kda`` with gate, norms and strength inside."""
     _require()
-    from fla.ops.kda import chunk_kda
+    chunk_kda = import_module("fla.ops.kda").chunk_kda
 
     written: dict[str, torch.Tensor] = {}
 

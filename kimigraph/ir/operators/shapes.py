@@ -58,7 +58,7 @@ def capacity(rows: torch.Tensor, block_table: torch.Tensor | None) -> int:
 
 
 def key_row(operator: str, keys: torch.Tensor, width: int, descriptor: str) -> str:
-    """The last dimension of a cache of index keys, for ``check``: D, or the bytes in which a key of ``width`` is packed.
+    """The last dimension of a cache of index keys, for ``check``: D, or the bytes that hold a key of ``width``.
 
     Raises ValueError for bytes that the descriptor does not explain.
     """
@@ -79,8 +79,8 @@ def latent_row(
 ) -> str:
     """The last dimension of a latent cache, for ``check``: L, or the size of a row that holds the rope part too.
 
-    ``rope_parts`` is the rope operand beside the latent one of ``width`` (query or new values), and the rope cache: both
-    or neither are given, but for rows of one buffer no rope cache is. Raises ValueError where they do not fit.
+    ``rope_parts`` is the rope operand beside the latent one of ``width`` (query or new values), and the rope cache:
+    both or neither are given, but for rows of one buffer no rope cache is. Raises ValueError where they do not fit.
     """
     given, rope = rope_parts
     packed = parse_descriptor(descriptor) if descriptor else None

@@ -6,8 +6,8 @@
 Shapes: ``q_latent`` [B, S, H, L]; ``q_rope`` [B, S, H, R] or None; ``latent`` [B, T, L] and ``rope`` [B, T, R] (both
 rope operands or neither), or pages [P, page, .] with ``block_table`` int32 [B, T / page]; ``indices`` int32 [B, S, K],
 logical positions. Where the ``descriptor`` names one buffer, rows of ``latent`` hold both parts (bytes, uint8, when it
-is quantised) and ``rope`` is None. An index below 0, beyond T, or on an unmapped page (table entry below 0) counts as nothing. ``scale``
-is that of the un-absorbed head dim. Floating types of any width; arithmetic is fp32.
+is quantised) and ``rope`` is None. An index below 0, beyond T, or on an unmapped page (table entry below 0) counts as
+nothing. ``scale`` is that of the un-absorbed head dim. Floating types of any width; arithmetic is fp32.
 
 Returns ``out`` [B, S, H, L] in the type of ``q_latent`` and ``lse`` fp32 [B, S, H]. A row without a valid index gives 0
 and -inf. An index that stands twice counts twice.
