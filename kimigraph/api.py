@@ -214,10 +214,12 @@ def optimize(
 ) -> Compiled:
     """Compile ``model`` for the shapes of ``example_inputs`` (a tuple of arguments or a dict of keyword arguments).
 
-    Tensors that the model updates in place are its caches and stay so; the example inputs keep their values. The shape
-    fields of ``config`` (batch, tokens, context) say nothing here, the inputs do. Raises ``CaptureError`` when the
-    model cannot be captured, ``CompileError`` when a pass or the code generator cannot go on, and ``UsageError`` for a
-    target that this process cannot run.
+    Tensors that the model updates in place are its caches and stay so, buffers too; the example inputs keep their
+    values. The program reads the parameters and buffers that the model has now: change them in place (``copy_``,
+    ``load_state_dict`` without ``assign``), for one that is replaced by another tensor is not seen. The shape fields of
+    ``config`` (batch, tokens, context) say nothing here, the inputs do. Raises ``CaptureError`` when the model cannot
+    be captured, ``CompileError`` when a pass or the code generator cannot go on, and ``UsageError`` for a target that
+    this process cannot run.
     """
     return Compiled(_Compiler(model, config or CompileConfig())).compile(example_inputs)
 

@@ -23,7 +23,7 @@ from kimigraph.codegen import build_artifact
 from kimigraph.ir.accuracy import TOLERANCE_FP32, tensor_error
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import NumericsError
-from kimigraph.ir.program import CapturedProgram
+from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.passes import PassContext, default_pipeline, run_pipeline
 from kimigraph.runtime.executor import Executor, device_of
 from kimigraph.selections import SelectionInterpreter, Selections, check_selections, with_selections
@@ -50,11 +50,16 @@ def run_graph(
     program: CapturedProgram, tensors: list[Tensor], inject: dict[str, Tensor] | None = None
 ) -> tuple[StepValues, Selections]:
     """Run a graph on copies of ``tensors`` (placeholder order), with the picks of ``inject`` by top-k node."""
-    copies = [t if spec.bound else t.clone() for spec, t in zip(program.inputs, tensors, strict=True)]
+    copies = [t.clone() if _is_changed(spec) else t for spec, t in zip(program.inputs, tensors, strict=True)]
     interpreter = SelectionInterpreter(program, inject)
     with torch.no_grad():
         outputs = interpreter.run(*copies)
     return _named(program, copies, outputs), interpreter.selections
+
+
+def _is_changed(spec: InputSpec) -> bool:
+    """Whether a step may change that input: the caller's tensors, and the buffers that the model updates."""
+    return spec.mutated or not spec.bound
 
 
 def _named(program: CapturedProgram, tensors: list[Tensor], outputs: tuple[Tensor, ...]) -> StepValues:
@@ -65,9 +70,9 @@ def _named(program: CapturedProgram, tensors: list[Tensor], outputs: tuple[Tenso
 
 def run_artifact(directory: Path, program: CapturedProgram, tensors: list[Tensor], device: torch.device) -> StepValues:
     """Run the program in ``directory`` on copies of ``tensors``."""
-    bound = {spec.source: t.to(device) for spec, t in zip(program.inputs, tensors, strict=True) if spec.bound}
+    copies = [t.to(device, copy=_is_changed(spec)) for spec, t in zip(program.inputs, tensors, strict=True)]
+    bound = {spec.source: t for spec, t in zip(program.inputs, copies, strict=True) if spec.bound}
     executor = Executor(directory, bound)
-    copies = [t if spec.bound else t.to(device, copy=True) for spec, t in zip(program.inputs, tensors, strict=True)]
     outputs = executor(*(t for spec, t in zip(program.inputs, copies, strict=True) if not spec.bound))
     return _named(program, copies, outputs)
 

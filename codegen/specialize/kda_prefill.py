@@ -46,6 +46,12 @@ def build(request: KernelRequest, *, deltas: bool = False) -> KernelModule:
     narrow = {spec.dtype for spec in (q, k, v)} == {"bfloat16"}
     scratch = "bfloat16" if narrow else "float32"
     fast = narrow and key_dim == value_dim == HOPPER_SIDE and batch * tokens > 0 and is_hopper(request.target)
+    if request.target.startswith("cuda") and not fast:
+        raise refuse(
+            request,
+            "kda_prefill has no kernel yet for these operands on a GPU (it takes bf16 heads of 128 channels on Hopper)",
+            "compile prefill with --target cpu:reference, or with -O0 --no-marks",
+        )
     paired = fast and bounded and all(copies_in_16_bytes(spec) for spec in (q, k, v, g) if spec.dtype == "bfloat16")
     align = 2 if paired else 1
     chunks = ceil_div(tokens, CHUNK * align) * align

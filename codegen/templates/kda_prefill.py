@@ -70,7 +70,9 @@ def scan_chunks(
         end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
         slot = first_slot(begin.to(tl.int32), sequence, C, ALIGN)
     row = tl.arange(0, C)
-    while begin < end:
+    # A counted loop: Triton 3.6 reasons wrongly about what a `while` carries along.
+    chunks = ((end - begin + C - 1) // C).to(tl.int32)
+    for _ in range(chunks):
         base = (slot * H + head).to(tl.int64)
         rows = base * (2 * C * BLOCK_K) + row[:, None] * BLOCK_K + in_k[None, :]
         erasing = tl.load(reads + rows)
@@ -103,6 +105,8 @@ def launch(q, k, v, g, beta, initial_state=None, a_log=None, dt_bias=None, cu_se
     decays = torch.empty(CONSTANTS["decays"], dtype=torch.float32, device=q.device)
     out = torch.empty(CONSTANTS["out"], dtype=v.dtype, device=q.device)
     final_state = torch.empty(CONSTANTS["final_state"], dtype=torch.float32, device=q.device)
+    if not out.numel() and cu_seqlens is None:
+        return out, final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
     prepare_chunks[CONSTANTS["prepare_grid"]](
         q, k, v, g, beta, a_log, dt_bias, cu_seqlens, reads, values, writes, pairs, decays,
         **{**CONSTANTS["prepare_constants"], "INTERPRET": INTERPRET}, **CONSTANTS["prepare_options"],

@@ -64,7 +64,7 @@ def inputs(batch: int, length: int, kind: str = "gaussian", sets: int | None = N
 def launch_of(given: IndexerInputs, picks: int) -> Callable[..., torch.Tensor]:
     """The compiled kernel's launch."""
     names = ("q", "keys", "weights", "lengths", "mask", "block_table")
-    tensors = dict(zip(names, given.operands(0), strict=True))
+    tensors: dict[str, torch.Tensor | None] = dict(zip(names, given.operands(0), strict=True))
     return kernel_for("lightning_indexer", tensors, {"k": picks, "scale": 1.0, "descriptor": FORM}).launch
 
 

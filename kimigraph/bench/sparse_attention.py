@@ -67,7 +67,7 @@ def point(heads: int, batch: int, peers: Sequence[str]) -> dict[str, Any]:
     given = inputs(heads, batch)
     count = len(given.lists)
     names = ("q_latent", "q_rope", "latent", "rope", "indices", "block_table")
-    tensors = dict(zip(names, given.operands(0), strict=True))
+    tensors: dict[str, torch.Tensor | None] = dict(zip(names, given.operands(0), strict=True))
     launch = kernel_for("sparse_attention", tensors, {"scale": SCALE, "descriptor": FORM}).launch
     errors: list[float] = []
     for number in (0, count - 1):

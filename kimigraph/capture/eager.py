@@ -40,8 +40,13 @@ class EagerStep:
 
 
 def eager_step(source: ModelSource, length: int | None = None) -> EagerStep:
-    """Run one step of ``source`` in this process, ``length`` tokens into the sequences (None: its default)."""
+    """Run one step of ``source`` in this process, ``length`` tokens into the sequences (None: its default).
+
+    Buffers that the step changes are among its ``inputs``; the module keeps the values that it had.
+    """
     module, args, kwargs = source.build(length)
+    buffers = {name.removeprefix(source.hints.prefix): buffer for name, buffer in module.named_buffers()}
+    kept = {name: buffer.clone() for name, buffer in buffers.items()}
     leaves = [leaf for leaf in call_leaves(module, args, kwargs) if isinstance(leaf.value, Tensor)]
     before = [leaf.value.clone() for leaf in leaves]
     with torch.no_grad():
@@ -53,11 +58,17 @@ def eager_step(source: ModelSource, length: int | None = None) -> EagerStep:
         named = [(name, value) for name, (_, value) in zip(source.hints.outputs, named, strict=True)]
     names = unique(leaf.name for leaf in leaves)
     changed = {
-        name: leaf.value
-        for name, leaf, old in zip(names, leaves, before, strict=True)
-        if not torch.equal(leaf.value.nan_to_num(), old.nan_to_num())
+        name: leaf.value for name, leaf, old in zip(names, leaves, before, strict=True) if _differs(leaf.value, old)
     }
+    for name, buffer in buffers.items():
+        if _differs(buffer, kept[name]):
+            changed[name] = buffer.clone()
+            buffer.copy_(kept[name])
     return EagerStep(dict(named), changed)
+
+
+def _differs(tensor: Tensor, old: Tensor) -> bool:
+    return not torch.equal(tensor.nan_to_num(), old.nan_to_num())
 
 
 def eager_steps(source: str, config: CompileConfig, lengths: Sequence[int | None] = (None,)) -> list[EagerStep]:

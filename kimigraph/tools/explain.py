@@ -81,9 +81,8 @@ def explain(directory: Path, node: str | None = None, rule: str | None = None) -
     names = _node_names(directory) | {name for item in reports for site in item.sites for name in site.names()}
     if node not in names:
         near = get_close_matches(node, sorted(names), n=3, cutoff=0.5)
-        raise UsageError(
-            f"node '{node}' is not known in {directory}; the nearest names are {', '.join(near) or 'none'}."
-        )
+        nearest = f"the nearest names are {', '.join(near)}" if near else "no name is near; see its program.py or dumps"
+        raise UsageError(f"node '{node}' is not known in {directory}; {nearest}.")
     return []
 
 

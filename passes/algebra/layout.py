@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kimigraph.passes.algebra.nodes import COPIES, is_cast, is_split_item, is_view, shape, widens
+from kimigraph.passes.algebra.nodes import COPIES, FLOATS, dtype, is_cast, is_split_item, is_view, shape, widens
 
 ATEN = torch.ops.aten
 
@@ -51,7 +51,7 @@ def peel(node: Node, casts: str = "widening") -> tuple[Node, list[Node]]:
     """The node below views, splits and copies, and the chain of nodes from there outwards.
 
     ``casts`` says which type changes are walked through: "none", "widening" (those that keep every value) or "float"
-    (also roundings between float types).
+    (also roundings between float types of 16 bits and more: what 8 bits keep is another number).
     """
     chain: list[Node] = []
     while True:
@@ -74,8 +74,7 @@ def _walked(node: Node, casts: str) -> bool:
         return False
     if widens(node):
         return True
-    values = node.args[0].meta["val"], node.meta["val"]
-    return casts == "float" and all(isinstance(v, Tensor) and v.is_floating_point() for v in values)
+    return casts == "float" and {dtype(node.args[0]), dtype(node)} <= {*FLOATS, torch.float64}
 
 
 def replay(chain: Sequence[Step], tensor: Tensor) -> Tensor:

@@ -151,4 +151,6 @@ def widens(node: Node) -> bool:
         return True
     if source.is_floating_point != target.is_floating_point or torch.bool in (source, target):
         return False
+    if source.is_floating_point and not {source, target} <= {*FLOATS, torch.float64}:
+        return False  # torch has no promotion from 8-bit floats
     return torch.promote_types(source, target) == target

@@ -220,7 +220,11 @@ def redirect(graph: Graph, uses: Uses, picks: Node) -> None:
 def source_of(index: Node) -> Node:
     """The node that lists the picks, below views, casts and the clamping of -1."""
     while True:
-        if is_cast(index) or (is_view(index) and keeps_rows(index)) or (packet(index) == "clamp_min" and index.args[1] == 0):
+        if (
+            is_cast(index)
+            or (is_view(index) and keeps_rows(index))
+            or (packet(index) == "clamp_min" and index.args[1] == 0)
+        ):
             inner = index.args[0]
             assert isinstance(inner, Node)
             index = inner

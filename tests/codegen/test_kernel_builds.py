@@ -317,3 +317,10 @@ def test_texts_stand_alone(name):
 def test_what_no_kernel_serves_is_refused(request_, complaint):
     with pytest.raises(CompileError, match=complaint):
         BUILDERS[request_.op](request_)
+
+
+def test_prefill_on_a_gpu_takes_bf16_heads_of_128_alone():
+    """Other operands stop with what to do instead; the interpreter runs them."""
+    with pytest.raises(CompileError, match=r"kda_prefill has no kernel yet .*--target cpu:reference.*-O0 --no-marks"):
+        BUILDERS["kda_prefill"](prefill(dtype="float32"))
+    assert BUILDERS["kda_prefill"](prefill(dtype="float32", target="cpu")).launches

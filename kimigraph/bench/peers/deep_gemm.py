@@ -2,6 +2,7 @@
 # Reason: DeepGEMM carries no types, and vLLM's operators are only known to torch after their library is loaded.
 """DeepGEMM's paged fp8 logits, then the fastest of vLLM's top-k kernels: two launches."""
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -21,8 +22,7 @@ def indexer(given: Any, picks: int) -> list[Prepared]:
     if importlib.util.find_spec("deep_gemm") is None:
         raise PeerUnavailableError("deep_gemm not found: install it, or vllm, which brings it")
     load("_C_stable_libtorch")
-    import deep_gemm
-
+    deep_gemm = importlib.import_module("deep_gemm")
     batch, length = len(given.lengths), int(given.lengths.max())
     context = given.lengths.view(batch, 1)
     schedule = deep_gemm.get_paged_mqa_logits_metadata(context, 64, deep_gemm.get_num_sms())

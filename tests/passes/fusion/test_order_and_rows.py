@@ -37,6 +37,7 @@ class Attention(nn.Module):
         scores = (dots * w[..., None]).sum(2)
         if self.causal:
             scores = scores.masked_fill(~visible, float("-inf"))
+        scores = self.scores(scores)
         index = self.index(scores.topk(PICKS, -1)[1])
         picked = self.picked(index)
         keep = picked & visible if self.causal else picked
@@ -46,6 +47,9 @@ class Attention(nn.Module):
         self.between(rope)
         logits = (qa @ k.transpose(-1, -2) * 0.2).masked_fill(~keep[:, None], float("-inf"))
         return self.weights(logits.softmax(-1)) @ values, self.further(index)
+
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores
 
     def index(self, index: Tensor) -> Tensor:
         return index
@@ -61,6 +65,13 @@ class Attention(nn.Module):
 
     def further(self, index: Tensor) -> Tensor:
         return torch.zeros(1)
+
+
+class EightBitScores(Attention):
+    """Rounding to 8 bits makes ties, and another pick."""
+
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores.to(torch.float8_e5m2).float()
 
 
 class FirstPicks(Attention):
@@ -155,6 +166,7 @@ def inputs() -> tuple[Tensor, ...]:
     ("model", "indexer", "attention", "reason"),
     [
         (Attention, 1, 1, ""),
+        (EightBitScores, 0, 0, ""),
         (FirstPicks, 0, 0, "the order of the top-k is used by aten.slice"),
         (PicksOfAnotherSequence, 0, 0, "the order of the top-k is used by aten.slice"),
         (WeightByRank, 0, 0, "the order of the top-k is used by aten.scatter"),
@@ -169,9 +181,7 @@ def inputs() -> tuple[Tensor, ...]:
         (WeightsTruncated, 1, 0, "the weights go into _to_copy"),
     ],
 )
-def test_only_sets_in_their_place_are_fused(
-    model: type[Attention], indexer: int, attention: int, reason: str
-) -> None:
+def test_only_sets_in_their_place_are_fused(model: type[Attention], indexer: int, attention: int, reason: str) -> None:
     module, given = model().eval(), inputs()
     with torch.no_grad():
         expected_caches = [tensor.clone() for tensor in given]
@@ -197,4 +207,3 @@ def test_only_sets_in_their_place_are_fused(
         )
     for one, other in zip([*found[:2], *caches], [*expected, *expected_caches], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-

@@ -366,9 +366,16 @@ def older_inputs_kept(step: Any) -> None:
     write.args = (write.args[0], add(step, write, ATEN.slice.Tensor, window, 2, 0, 3))
 
 
+def output_gate_written(step: Any) -> None:
+    """The logits of the output gate change between their sigmoid and the product with the norm."""
+    gate = next(n for n in reversed(nodes(step, ATEN.sigmoid.default)) if n.meta["val"].shape == (2, 1, 4, 16))
+    add(step, gate.next, ATEN.zero_.default, gate.args[0])
+
+
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
+        (output_gate_written, "the output gate"),
         (queries_and_keys_swapped, "has layout"),
         (state_used_elsewhere, "is used elsewhere, by sin"),
         (cached_inputs_used_elsewhere, "is used elsewhere, by sin"),

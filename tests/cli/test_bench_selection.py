@@ -1,0 +1,26 @@
+"""``kimigraph bench li`` and ``kimigraph bench sfa`` up to the device."""
+
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("subject", ["li", "sfa"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_the_remedy_is_named(cli: Any, subject: str) -> None:
+    done = cli("bench", subject)
+    assert done.exit_code == 2 and "needs an NVIDIA GPU" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("dsa",), "nothing to bench is called 'dsa': choose kda, li, sfa"),
+        (("li", "--only", "flash_mla"), "--only flash_mla: choose deep_gemm"),
+        (("sfa", "--only", "fla"), "--only fla: choose flash_mla"),
+    ],
+)
+def test_what_there_is_to_choose(cli: Any, arguments: tuple[str, ...], message: str) -> None:
+    done = cli("bench", *arguments)
+    assert done.exit_code == 2 and message in " ".join(done.stderr.split())
