@@ -94,7 +94,9 @@ def keeps_rows(view: Node) -> bool:
     A part of a row depends on the order of the picks, and other rows are the picks of other queries.
     """
     source = view.args[0]
-    found = layout(source, [view]) if isinstance(source, Node) else None
+    if not isinstance(source, Node):
+        return False
+    found = layout(source, [view])
     if found is None or found.offset:
         return False
     dims = [(size, stride) for size, stride in zip(found.shape, found.strides, strict=True) if stride]
