@@ -6,6 +6,7 @@ from strict types, with their reasons, in any case.
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,16 +38,20 @@ def check_file(path: str, text: str) -> Iterator[tuple[int, str]]:
                 yield number, f"'{comment}' hides a fault; mend it, or relax the rule for all in pyproject.toml"
         if line.startswith("# pyright:") and path.startswith(TYPED) and exemption(path, text) is None:
             where = ", ".join(BASIC_ALLOWED)
-            yield number, f"'# pyright: basic' belongs in line 1 of a file in {where}, with the reason in line 2"
+            yield number, f"'# pyright: basic' belongs in line 1 of a file in {where}, with the reason below"
     yield from _unsafe_loading(ast.parse(text, path))
 
 
 def exemption(path: str, text: str) -> str | None:
-    """The reason, in the second line, that exempts a file from strict types, or None."""
-    first, _, rest = text.partition("\n")
-    if first.rstrip() != "# pyright: basic" or not path.startswith(BASIC_ALLOWED) or not rest.startswith("#"):
+    """The reason that exempts a file from strict types, or None.
+
+    The file opens with ``# pyright: basic`` (and rules that kernel text cannot keep), the reason stands below.
+    """
+    first, *rest = text.splitlines()[:4] or [""]
+    if not re.fullmatch(r"# pyright: basic(, report\w+=false)*", first.rstrip()) or not path.startswith(BASIC_ALLOWED):
         return None
-    return rest.partition("\n")[0].lstrip("# ").removeprefix("Reason: ") or None
+    reason = next((line for line in rest if not line.startswith("# pyright: ")), "")
+    return reason.lstrip("# ").removeprefix("Reason: ") or None if reason.startswith("#") else None
 
 
 def _unsafe_loading(tree: ast.Module) -> Iterator[tuple[int, str]]:
