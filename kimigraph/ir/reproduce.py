@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kimigraph.ir.accuracy import TOLERANCE_FP32, deviation
+from kimigraph.ir.accuracy import TOLERANCE_FP32, Deviation, deviation
 from kimigraph.ir.data_sets import DataSet, make_data, run_steps
 from kimigraph.ir.program import InputSpec
 
@@ -34,12 +34,26 @@ def main(
     if options.diff:
         print(_difference(before, after))
         return
-    tensors = make_data(data, inputs, constants)
-    want = run_steps(before, data, inputs, tensors, outputs)
-    got = run_steps(without if options.without_rewrite else after, data, inputs, tensors, outputs)
-    worst = deviation(got, want, TOLERANCE_FP32, tolerances)
+    form = without if options.without_rewrite else after
+    worst = apart(before, form, inputs, outputs, constants, data, tolerances)
     print("same result:" if worst.passed else "FAILS:", worst)
     raise SystemExit(0 if worst.passed else 1)
+
+
+def apart(
+    before: Step,
+    form: Step,
+    inputs: Sequence[InputSpec],
+    outputs: Sequence[str],
+    constants: Mapping[str, torch.Tensor],
+    data: DataSet,
+    tolerances: Mapping[str, float],
+) -> Deviation:
+    """How far two forms of a program are apart, each run with its own picks."""
+    tensors = make_data(data, inputs, constants)
+    want = run_steps(before, data, inputs, tensors, outputs)
+    got = run_steps(form, data, inputs, tensors, outputs)
+    return deviation(got, want, TOLERANCE_FP32, tolerances)
 
 
 def _difference(before: Step, after: Step) -> str:

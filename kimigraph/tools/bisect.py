@@ -48,7 +48,10 @@ class FailingRewrite:
 
 @dataclass(frozen=True)
 class Bisection:
-    """What bisecting found. ``after`` is the program after the pass, ``without`` the same less the wrong rewrite."""
+    """What bisecting found. ``after`` is the program after the pass, ``without`` the same less the wrong rewrite.
+
+    ``after`` is None where its values do not show the failure, ``without`` where it is not right or not to be had.
+    """
 
     failing: FailingPass
     rewrite: FailingRewrite
@@ -85,8 +88,12 @@ def bisect_rewrites(
     sets = sets_of(failing.failure, data_sets(config.seed))
     trial = _Trial(failing, Reference(captured, sets), config)
     everything, gate = trial.run(lambda number: True)
+    written = Reference(failing.before, sets) if failing.failure.kind == "numerics" else None
+    after = everything.program
+    if written is not None and after is not None and not written.shows(after):
+        after = None
     if not gate.announced or trial.fails(lambda number: False):
-        return Bisection(failing, _by_values(failing, everything.program), everything.program, None)
+        return Bisection(failing, _by_values(failing, everything.program), after, None)
     low, high = 0, len(gate.announced)
     while high - low > 1:
         middle = (low + high) // 2
@@ -97,7 +104,8 @@ def bisect_rewrites(
     alone = trial.fails(lambda number: number == high)
     _, named = trial.run(lambda number: number <= high)
     rewrite = FailingRewrite(high, len(gate.announced), named.announced[high - 1], alone)
-    return Bisection(failing, rewrite, everything.program, without.program if without.failure is None else None)
+    right = without.failure is None and not (written is not None and without.program and written.shows(without.program))
+    return Bisection(failing, rewrite, after, without.program if right else None)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from kimigraph.ir.accuracy import TOLERANCE_FP32, Deviation, deviation
@@ -13,6 +13,7 @@ from kimigraph.ir.data_sets import STEPS, DataSet, data_sets, make_data, run_ste
 from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.remarks import PassResult
+from kimigraph.ir.reproduce import apart
 from kimigraph.passes import Instrument, Pass, Pipeline
 from kimigraph.selections import SelectionInterpreter, Selections, check_selections
 
@@ -63,6 +64,14 @@ class Reference:
         """Run ``program`` on all data sets; the comparison of the one that is furthest out of tolerance."""
         found = [case.compare(program) for case in self._cases]
         return max(found, key=lambda item: (bool(item.fault), item.worst.excess))
+
+    def shows(self, program: CapturedProgram) -> bool:
+        """Whether the file that ``write_reproducer`` makes of both tells them apart.
+
+        It knows values alone: neither picks that change none of them (entries of a mask that is True everywhere) nor
+        the near-ties that ``compare`` forgives.
+        """
+        return any(not case.apart(program).passed for case in self._cases)
 
 
 class _Recorder(SelectionInterpreter):
@@ -131,6 +140,13 @@ class _Case:
         if not fault and not worst.passed:
             fault = str(worst)
         return Comparison(worst, self.data, f"{fault} (data set '{self.data.name}')" if fault else "")
+
+    def apart(self, program: CapturedProgram) -> Deviation:
+        specs, outputs = self.program.inputs, [spec.source for spec in self.program.outputs]
+        constants = {s.source: self.program.tensors[s.name] for s in specs if s.kind == "constant"}
+        with torch.no_grad():
+            before, form = (Interpreter(graph.graph_module).run for graph in (self.program, program))
+            return apart(before, form, specs, outputs, constants, self.data, self.tolerances)
 
     def _right(self, picked: _Run) -> dict[str, torch.Tensor]:
         """The right values with the picks of another run, so that near-ties do not count."""

@@ -62,7 +62,7 @@ class _Shrink:
         return extract(self.before, keep, self.ranges)
 
     def fails(self, keep: Collection[str]) -> bool:
-        """Whether the failure shows on the nodes called ``keep``."""
+        """Whether the failure shows on the nodes called ``keep``, in the file written of them too."""
         if not keep:
             return False
         failure = self.failing.failure
@@ -71,10 +71,12 @@ class _Shrink:
             reference = Reference(part, sets_of(failure, data_sets(self.config.seed)))
         except Exception:  # a part that does not run by itself is none; whatever an operator raises
             return False
-        found = run_pass(self.failing.item, part, self.config, reference).failure
-        if not failure.same_as(found):
+        run = run_pass(self.failing.item, part, self.config, reference)
+        if not failure.same_as(run.failure):
             return False
-        self.last_failure = found
+        if failure.kind == "numerics" and not (run.program and reference.shows(run.program)):
+            return False
+        self.last_failure = run.failure
         return True
 
     def guesses(self) -> Iterator[set[str]]:

@@ -82,9 +82,11 @@ def _rewrite(found: Bisection) -> str:
 
 
 def _without(found: Bisection) -> str:
-    if found.without is None:
+    if found.without is not None:
+        return f"what the pass makes without rewrite {found.rewrite.number}"
+    if not found.rewrite.number:
         return "the graph before the pass, whose rewrites cannot be left out one by one"
-    return f"what the pass makes without rewrite {found.rewrite.number}"
+    return f"the graph before the pass: without rewrite {found.rewrite.number} alone, its results still differ"
 
 
 def _verb(kind: str) -> str:

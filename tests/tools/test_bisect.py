@@ -1,8 +1,10 @@
 """Bisecting and reducing: crashes, invalid graphs, passes that announce nothing, and the files that replay them."""
 
+import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 from types import ModuleType
 from typing import ClassVar
 
@@ -167,3 +169,34 @@ def test_a_program_with_operators_can_be_a_reference(captured: CapturedProgram, 
     run_pipeline(program, default_pipeline(config), PassContext(config))
     assert any("selects" in node.meta for node in program.graph_module.graph.nodes)
     assert Reference(program, data_sets()[:2]).compare(program).passed
+
+
+def test_what_is_written_shows_the_failure_by_values(
+    captured: CapturedProgram, config: CompileConfig, wrong: ModuleType, tmp_path: Path
+) -> None:
+    """Booleans from outside are all True, so a part that only marks picks in one fails by picks alone: it is refused.
+
+    A graph that fails by picks alone is written as the pass to run on it, which compares them.
+    """
+    failing = fail(captured, wrong.Commute(wrong="one-pick-less", at="topk_2"), config)
+    least = reduce_program(failing, config, silent)
+    part, after = least.failing.before, least.after
+    data = least.failing.failure.data
+    assert data is not None and after is not None and Reference(part, [data]).shows(after)
+
+    marks = {"topk_2", "getitem_22", "scatter"}
+    blind = extract(captured, marks, {})
+    reference = Reference(blind, [data])
+    run = run_pass(failing.item, blind, config, reference)
+    assert run.failure is not None and "picks other entries" in run.failure.message
+    assert run.program is not None and not reference.shows(run.program)
+    found = bisect_rewrites(FailingPass(1, failing.item, blind, run.failure), blind, config, silent)
+    assert found.rewrite.name == "topk_2" and found.after is None
+    for bisection, main in ((least, "kimigraph.ir.reproduce"), (found, "kimigraph.tools.replay")):
+        path = tmp_path / "written.py"
+        write_reproducer(path, bisection, {})
+        assert f"from {main} import main" in path.read_text()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
+            patch.setattr(sys, "argv", [str(path)])
+            run_path(str(path), run_name="__main__")
+        assert caught.value.code == 1
