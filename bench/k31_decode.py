@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from kimigraph.bench.protocol import time_in_graph
 from kimigraph.capture import capture_module
 from kimigraph.capture.program import tensors_of
 from kimigraph.codegen import build_artifact
@@ -73,28 +74,12 @@ def host_time(step: Callable[[], Any], calls: int = 30) -> float:
     return statistics.median(times)
 
 
-def graph_time(step: Callable[[], Any], replays: int = 21) -> float | str:
+def graph_time(step: Callable[[], Any]) -> float | str:
     """Microseconds per replay of ``step`` captured as a CUDA graph, median; the reason where it cannot be captured."""
     try:
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
-            step()
-            step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
+        return time_in_graph([step], at_least=1, replays=21).median
     except Exception as error:
         return f"not capturable: {type(error).__name__}: {str(error)[:200]}"
-    times: list[float] = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
 
 
 def widened(

@@ -20,7 +20,7 @@ from kimigraph.capture import ModelSource, capture, load_source
 from kimigraph.capture.eager import EagerStep, eager_step, eager_steps
 from kimigraph.capture.program import tensors_of
 from kimigraph.codegen import build_artifact
-from kimigraph.ir.accuracy import TOLERANCE_FP32, tensor_error
+from kimigraph.ir.accuracy import LOW_PRECISION_FLOOR, TOLERANCE_FP32, tensor_error
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.program import CapturedProgram, InputSpec
@@ -30,8 +30,6 @@ from kimigraph.selections import SelectionInterpreter, Selections, check_selecti
 
 EAGER_FACTOR = 1.5
 """How much worse than 16-bit eager a program may be."""
-LOW_PRECISION_FLOOR = 1e-2
-"""16-bit tolerance where the eager error is smaller than rounding noise, or no fp32 model can be had."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -65,11 +64,6 @@ def unique(names: Iterable[str]) -> list[str]:
         seen[name] = seen.get(name, 0) + 1
         result.append(name if seen[name] == 1 else f"{name}.{seen[name]}")
     return result
-
-
-def is_tensor(leaf: Leaf) -> bool:
-    """Whether the leaf becomes an input of the graph."""
-    return isinstance(leaf.value, torch.Tensor)
 
 
 def _key(entry: Any) -> Any:

@@ -7,6 +7,8 @@ import torch
 
 TOLERANCE_FP32 = 1e-4
 """Largest relative error of a rewrite in fp32: rounding, and nothing else."""
+LOW_PRECISION_FLOOR = 1e-2
+"""Tolerance in 16 bits where the rounding error of the program itself is smaller, or no fp32 model can be had."""
 
 
 def tensor_error(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from kimigraph.ir.accuracy import TOLERANCE_FP32, Deviation, deviation
+from kimigraph.ir.accuracy import LOW_PRECISION_FLOOR, TOLERANCE_FP32, Deviation, deviation
 from kimigraph.ir.data_sets import STEPS, DataSet, data_sets, make_data, run_steps
 from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.program import CapturedProgram
@@ -17,8 +17,6 @@ from kimigraph.ir.reproduce import apart
 from kimigraph.passes import Instrument, Pass, Pipeline
 from kimigraph.selections import SelectionInterpreter, Selections, check_selections
 
-LOW_PRECISION_FLOOR = 1e-2
-"""Tolerance in 16 bits where the rounding error of the program itself is smaller."""
 ROUNDING_FACTOR = 3.0
 """How much worse than the captured program's own rounding error a 16-bit program may be: of a few hundred numbers the
 largest error of another order of rounding is easily twice as large, and a wrong rewrite is worse than that."""

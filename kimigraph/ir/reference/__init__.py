@@ -1,5 +1,5 @@
 """Eager references of the operators, in plain fp32 PyTorch: the oracle of every test.
 
-One file an operator, one public function of the operator's name. A file imports torch and the standard library alone,
+One file an operator (and what several share), one public function of the operator's name. A file imports torch and the standard library alone,
 because ``cpu:reference`` artifacts carry its text.
 """
