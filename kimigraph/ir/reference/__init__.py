@@ -1,5 +1,5 @@
 """Eager references of the operators, in plain fp32 PyTorch: the oracle of every test.
 
-One file an operator (and what several share), one public function of the operator's name. A file imports torch and the standard library alone,
-because ``cpu:reference`` artifacts carry its text.
+One file an operator, one public function of the operator's name; other files hold what several share. A file imports
+torch, the standard library and its neighbours here alone, because ``cpu:reference`` artifacts carry its text.
 """
