@@ -5,10 +5,12 @@
 With G the sum of log-decays from the chunk's start to a row (included) and T that of the whole chunk,
 
     M_ij = beta_i sum_c k_ic k_jc exp(G_ic - G_jc)  (j < i),      P_ij = sum_c q_ic k_jc exp(G_ic - G_jc)  (j <= i)
-    A = (1 + M)^-1 diag(beta),   W = A (k exp(G)),   U = A v,   R = q exp(G),   E = k exp(T - G)
+    A = (1 + M)^-1 diag(beta),   F = k exp(G),   R = q exp(G),   B = A^T (k exp(T - G)),   Q = P A
 
-the state S [K, V] then passes the chunk by D = U - W S (row t is the corrected delta u_t), O = R S + P D and
-S <- exp(T) S + E^T D.
+the state S [K, V] then passes the chunk by X = v - F S, what each token's value differs from what the chunk's first
+state recalls for it: O = R S + Q X and S <- exp(T) S + B^T X. The corrected deltas are u = A X.
+
+Values never meet A in 16 bits before a subtraction: where keys repeat, rows of A sum to nearly nothing.
 """
 
 import triton
@@ -19,24 +21,17 @@ from kimigraph.codegen.templates.rounding import narrow, product
 
 
 @triton.jit
-def first_slot(start, sequence, C: tl.constexpr, ALIGN: tl.constexpr):
-    """Where the chunks of a packed sequence begin: a multiple of ``ALIGN``, the chunks that a program takes at once.
+def first_slot(start, sequence, C: tl.constexpr):
+    """Where the chunks of a packed sequence begin.
 
-    start / (C ALIGN) grows from one sequence to the next by at least its number of (groups of) chunks, less one.
+    start / C grows from one sequence to the next by at least its number of chunks, less one.
     """
-    return (start // (C * ALIGN) + sequence) * ALIGN
+    return start // C + sequence
 
 
 @triton.jit
 def chunk_rows(
-    cu_seqlens,
-    slot,
-    entry,
-    T: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    C: tl.constexpr,
-    ALIGN: tl.constexpr,
+    cu_seqlens, slot, entry, T: tl.constexpr, CHUNKS: tl.constexpr, SEQUENCES: tl.constexpr, C: tl.constexpr
 ):
     """(row of the first token among its sequence's tensor rows, tokens in the chunk, batch index) of a chunk slot.
 
@@ -48,12 +43,14 @@ def chunk_rows(
         first = (slot % CHUNKS) * C
         count = tl.where(sequence < SEQUENCES, tl.minimum(T - first, C), 0)
     else:
+        # Both loads are under way at once. Entries past the last are no sequence.
         start = tl.load(cu_seqlens + entry, mask=entry < SEQUENCES, other=0).to(tl.int32)
+        stop = tl.load(cu_seqlens + entry + 1, mask=entry < SEQUENCES, other=0).to(tl.int32)
         # Slots of sequences grow strictly, so the owner is the last that begins no later.
-        owner = tl.sum(((first_slot(start, entry, C, ALIGN) <= slot) & (entry < SEQUENCES)).to(tl.int32), 0) - 1
-        begin = tl.load(cu_seqlens + owner).to(tl.int32)
-        end = tl.load(cu_seqlens + owner + 1).to(tl.int32)
-        first = begin + (slot - first_slot(begin, owner, C, ALIGN)) * C
+        owner = tl.sum(((first_slot(start, entry, C) <= slot) & (entry < SEQUENCES)).to(tl.int32), 0) - 1
+        begin = tl.sum(tl.where(entry == owner, start, 0), 0)
+        end = tl.sum(tl.where(entry == owner, stop, 0), 0)
+        first = begin + (slot - first_slot(begin, owner, C)) * C
         count = tl.minimum(end - first, C)
         sequence = owner * 0
     return first, count, sequence
@@ -147,21 +144,18 @@ def inverse_of_unit_lower(strict, C: tl.constexpr, OPERAND: tl.constexpr, INTERP
 def prepare_chunks(
     q,
     k,
-    v,
     g,
     beta,
     a_log,
     dt_bias,
     cu_seqlens,
     reads,
-    values,
     writes,
     pairs,
     decays,
     T: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     C: tl.constexpr,
     CHUNKS: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -172,28 +166,26 @@ def prepare_chunks(
     BOUNDED: tl.constexpr,
     Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
     G_STRIDE: tl.constexpr,
     BETA_STRIDE: tl.constexpr,
     RATE_STRIDE: tl.constexpr,
     BIAS_STRIDE: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DELTAS: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Scratch, indexed [slot, head]: reads = W over R [2C, K], values = U [C, V], writes = E [C, K], pairs = P [C, C]
-    in one type, decays = exp(T) [K] in fp32."""
-    OPERAND: tl.constexpr = values.dtype.element_ty
-    # Entries of the inverse are about one at most: fp16 has three bits more than bf16.
-    SOLVE: tl.constexpr = tl.float16 if OPERAND == tl.bfloat16 else OPERAND
+    """Scratch, indexed [slot, head]: reads = F over R [2 C, K], writes = B^T [K, C] and pairs = Q [C, C] (A over Q with
+    ``DELTAS``) in one type, decays = exp(T) [K] in fp32."""
+    OPERAND: tl.constexpr = writes.dtype.element_ty
+    # Entries of the inverse are about one at most, as are unit keys: fp16 has three bits more than bf16.
+    SOLVE: tl.constexpr = tl.float16 if L2_NORM and OPERAND == tl.bfloat16 else OPERAND
     head = tl.program_id(0)
     slot = tl.program_id(1)
-    first, count, sequence = chunk_rows(cu_seqlens, slot, tl.arange(0, BLOCK_N), T, CHUNKS, SEQUENCES, C, 1)
+    first, count, sequence = chunk_rows(cu_seqlens, slot, tl.arange(0, BLOCK_N), T, CHUNKS, SEQUENCES, C)
     if count > 0:
         row = tl.arange(0, C)
         in_k = tl.arange(0, BLOCK_K)
-        in_v = tl.arange(0, BLOCK_V)
         inside = row < count
         key_mask = inside[:, None] & (in_k < K)[None, :]
         query = load_rows(q, sequence, first, head, row, in_k, key_mask, Q_STRIDE).to(tl.float32)
@@ -224,15 +216,19 @@ def prepare_chunks(
         base = (slot * H + head).to(tl.int64)
         tile = row[:, None] * BLOCK_K + in_k[None, :]
         tl.store(decays + base * BLOCK_K + in_k, decay)
-        tl.store(writes + base * (C * BLOCK_K) + tile, narrow(written, writes, INTERPRET))
+        tl.store(reads + base * (2 * C * BLOCK_K) + tile, narrow(erased, reads, INTERPRET))
         tl.store(reads + base * (2 * C * BLOCK_K) + C * BLOCK_K + tile, narrow(read, reads, INTERPRET))
         i, j = row[:, None], row[None, :]
-        pairs_q = tl.where(j <= i, pairs_q, 0.0)
-        tl.store(pairs + base * (C * C) + i * C + j, narrow(pairs_q, pairs, INTERPRET))
         strict = tl.where(j < i, pairs_k * strength[:, None], 0.0)
         solved = inverse_of_unit_lower(strict, C, SOLVE, INTERPRET) * strength[None, :]
-        erasing = product(solved, erased, OPERAND, INTERPRET)
-        tl.store(reads + base * (2 * C * BLOCK_K) + tile, narrow(erasing, reads, INTERPRET))
-        value = load_rows(v, sequence, first, head, row, in_v, inside[:, None] & (in_v < V)[None, :], V_STRIDE)
-        place = values + base * (C * BLOCK_V) + row[:, None] * BLOCK_V + in_v[None, :]
-        tl.store(place, narrow(product(solved, value, OPERAND, INTERPRET), values, INTERPRET))
+        square = i * C + j
+        if DELTAS:
+            tl.store(pairs + base * (2 * C * C) + square, narrow(solved, pairs, INTERPRET))
+            square += base * (2 * C * C) + C * C
+        else:
+            square += base * (C * C)
+        pairs_q = product(tl.where(j <= i, pairs_q, 0.0), solved, SOLVE, INTERPRET)
+        tl.store(pairs + square, narrow(pairs_q, pairs, INTERPRET))
+        turned = product(tl.trans(written), solved, SOLVE, INTERPRET)
+        place = writes + base * (C * BLOCK_K) + in_k[:, None] * C + row[None, :]
+        tl.store(place, narrow(turned, writes, INTERPRET))

@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportArgumentType=false
 # Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
 """The gated delta rule over runs of tokens in two launches: chunks by themselves, then the state along each run.
 
@@ -21,8 +21,8 @@ CONSTANTS: dict[str, Any] = {}
 
 @triton.jit
 def scan_chunks(
+    v,
     reads,
-    values,
     writes,
     pairs,
     decays,
@@ -37,16 +37,15 @@ def scan_chunks(
     V: tl.constexpr,
     C: tl.constexpr,
     CHUNKS: tl.constexpr,
-    ALIGN: tl.constexpr,
+    V_STRIDE: tl.constexpr,
     INITIAL_STRIDE: tl.constexpr,
     FINAL_STRIDE: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     TILE_V: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """``TILE_V`` value channels of one (sequence, head): the state [K, TILE_V] stays in registers."""
-    OPERAND: tl.constexpr = values.dtype.element_ty
+    OPERAND: tl.constexpr = writes.dtype.element_ty
     tile = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -64,35 +63,40 @@ def scan_chunks(
     if cu_seqlens is None:
         slot = sequence * CHUNKS
         begin = at * T
-        end = begin + T
+        count = sequence * 0 + T
+        value_row = v + at * V_STRIDE[0] + head * V_STRIDE[2]
     else:
         begin = tl.load(cu_seqlens + sequence).to(tl.int64)
-        end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
-        slot = first_slot(begin.to(tl.int32), sequence, C, ALIGN)
+        count = (tl.load(cu_seqlens + sequence + 1).to(tl.int64) - begin).to(tl.int32)
+        slot = first_slot(begin.to(tl.int32), sequence, C)
+        value_row = v + begin * V_STRIDE[1] + head * V_STRIDE[2]
     row = tl.arange(0, C)
+    base = (slot * H + head).to(tl.int64)
     # A counted loop: Triton 3.6 reasons wrongly about what a `while` carries along.
-    chunks = ((end - begin + C - 1) // C).to(tl.int32)
-    for _ in range(chunks):
-        base = (slot * H + head).to(tl.int64)
+    for chunk in range((count + C - 1) // C):
+        inside = (chunk * C + row < count)[:, None] & (in_v < V)[None, :]
+        value_place = value_row + (chunk * C + row).to(tl.int64)[:, None] * V_STRIDE[1] + in_v[None, :] * V_STRIDE[3]
+        value = tl.load(value_place, mask=inside, other=0.0).to(tl.float32)
         rows = base * (2 * C * BLOCK_K) + row[:, None] * BLOCK_K + in_k[None, :]
         erasing = tl.load(reads + rows)
         reading = tl.load(reads + C * BLOCK_K + rows)
-        writing = tl.load(writes + base * (C * BLOCK_K) + row[:, None] * BLOCK_K + in_k[None, :])
-        inner = tl.load(pairs + base * (C * C) + row[:, None] * C + row[None, :])
-        value = tl.load(values + base * (C * BLOCK_V) + row[:, None] * BLOCK_V + in_v[None, :]).to(tl.float32)
+        writing = tl.load(writes + base * (C * BLOCK_K) + in_k[:, None] * C + row[None, :])
         decay = tl.load(decays + base * BLOCK_K + in_k)
+        square = row[:, None] * C + row[None, :]
         narrowed = state.to(OPERAND) if not INTERPRET else state
-        delta = value - product(erasing, narrowed, OPERAND, INTERPRET)
-        result = product(reading, narrowed, OPERAND, INTERPRET) + product(inner, delta, OPERAND, INTERPRET)
-        state = state * decay[:, None] + product(tl.trans(writing), delta, OPERAND, INTERPRET)
-        token = begin + row
+        missed = value - product(erasing, narrowed, OPERAND, INTERPRET)
+        token = begin + chunk * C + row
         offset = (token[:, None] * H + head) * V + in_v[None, :]
-        inside = (token < end)[:, None] & (in_v < V)[None, :]
-        tl.store(out + offset, narrow(result, out, INTERPRET), mask=inside)
         if deltas is not None:
-            tl.store(deltas + offset, delta, mask=inside)
-        begin += C
-        slot += 1
+            solved = tl.load(pairs + base * (2 * C * C) + square)
+            tl.store(deltas + offset, product(solved, missed, OPERAND, INTERPRET), mask=inside)
+            inner = tl.load(pairs + base * (2 * C * C) + C * C + square)
+        else:
+            inner = tl.load(pairs + base * (C * C) + square)
+        result = product(reading, narrowed, OPERAND, INTERPRET) + product(inner, missed, OPERAND, INTERPRET)
+        state = state * decay[:, None] + product(writing, missed, OPERAND, INTERPRET)
+        tl.store(out + offset, narrow(result, out, INTERPRET), mask=inside)
+        base += H
     final_place = final_state + at * FINAL_STRIDE[0] + head * FINAL_STRIDE[1]
     final_place += in_k[:, None] * FINAL_STRIDE[2] + in_v[None, :] * FINAL_STRIDE[3]
     tl.store(final_place, state, mask=state_mask)
@@ -101,18 +105,20 @@ def scan_chunks(
 def launch(q, k, v, g, beta, initial_state=None, a_log=None, dt_bias=None, cu_seqlens=None, *, deltas=None):
     """The operator's tensors in schema order -> (out, final_state); ``deltas`` fp32 [B, T, H, V] receives every u."""
     scratch = {"dtype": getattr(torch, CONSTANTS["scratch"]), "device": q.device}
-    reads, values, writes, pairs = (torch.empty(shape, **scratch) for shape in CONSTANTS["tiles"])
+    reads, writes, pairs = CONSTANTS["tiles"]
+    reads, writes = torch.empty(reads, **scratch), torch.empty(writes, **scratch)
+    pairs = torch.empty(pairs if deltas is None else (2, *pairs), **scratch)
     decays = torch.empty(CONSTANTS["decays"], dtype=torch.float32, device=q.device)
     out = torch.empty(CONSTANTS["out"], dtype=v.dtype, device=q.device)
     final_state = torch.empty(CONSTANTS["final_state"], dtype=torch.float32, device=q.device)
     if not out.numel() and cu_seqlens is None:
         return out, final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
     prepare_chunks[CONSTANTS["prepare_grid"]](
-        q, k, v, g, beta, a_log, dt_bias, cu_seqlens, reads, values, writes, pairs, decays,
+        q, k, g, beta, a_log, dt_bias, cu_seqlens, reads, writes, pairs, decays, DELTAS=deltas is not None,
         **{**CONSTANTS["prepare_constants"], "INTERPRET": INTERPRET}, **CONSTANTS["prepare_options"],
     )  # fmt: skip
     scan_chunks[CONSTANTS["scan_grid"]](
-        reads, values, writes, pairs, decays, cu_seqlens, initial_state, out, final_state, deltas,
+        v, reads, writes, pairs, decays, cu_seqlens, initial_state, out, final_state, deltas,
         **{**CONSTANTS["scan_chunks"], "INTERPRET": INTERPRET}, **CONSTANTS["scan_options"],
     )  # fmt: skip
     return out, final_state

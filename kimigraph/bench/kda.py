@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Sequence
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ import triton
 from kimigraph.bench import kda_decode, kda_prefill
 from kimigraph.bench.peers import DECODE_PEERS, PREFILL_PEERS, PeerUnavailableError, adaptor
 from kimigraph.bench.protocol import Timing, ceilings, relative_error, sets_for_cold_cache, time_in_graph
+from kimigraph.bench.timeline import time_on_device
 from kimigraph.ir.errors import NumericsError, UsageError
 
 DECODE_POINTS = tuple((heads, batch) for heads in (24, 32, 48, 96) for batch in (1, 8, 64, 256))
 PREFILL_POINTS = (
     *((heads, (tokens,)) for heads in (12, 24, 32, 96) for tokens in (4096, 8192, 32768)),
-    *((heads, (4096, 1000, 2048, 0, 3333, 4095, 31, 4096)) for heads in (32, 96)),
+    *((heads, (6016, 2048, 4500, 3333, 5000, 2500, 4000, 5371)) for heads in (32, 96)),  # 8 x 4k, ragged
 )
 TOLERANCE = {"out": 1e-2, "state": 1e-2, "final_state": 1e-2, "conv_state": 1e-6}
 STATE_BYTES_AT_RATE = 4.3e6  # bytes a microsecond that a copy streams
@@ -36,7 +38,29 @@ def run(peers: Sequence[str], say: Callable[[str], None], decode: bool = True, p
     for heads, lengths in PREFILL_POINTS if prefill else ():
         document["prefill"].append(prefill_point(heads, lengths, peers))
         say(line(document["prefill"][-1]))
+    for row, ratios in ratios_by_row(document).items():
+        document.setdefault("rows", {})[row] = {
+            "geometric_mean": round(geometric_mean(ratios), 3),
+            "worst": min(ratios),
+        }
+        say(f"{row}: geometric mean of the ratios {geometric_mean(ratios):.3f}, worst {min(ratios):.3f}")
     return document
+
+
+def ratios_by_row(document: dict[str, Any]) -> dict[str, list[float]]:
+    """The peers' times over ours, of the points that a claim is made about together."""
+    rows: dict[str, list[float]] = {}
+    for point in document["decode"]:
+        for name, peer in point["peers"].items():
+            part = "" if name == "vllm" else " B 1 and 8" if point["batch"] <= 8 else " B 64 and more"
+            if "ratio" in peer:
+                rows.setdefault(f"decode, {name}{part}", []).append(peer["ratio"])
+    for point in document["prefill"]:
+        several = f" N {len(point['lengths'])}" if len(point["lengths"]) > 1 else ""
+        for name, peer in point["peers"].items():
+            if "ratio" in peer:
+                rows.setdefault(f"prefill H {point['heads']}{several}, {name}", []).append(peer["ratio"])
+    return rows
 
 
 def machine() -> dict[str, Any]:
@@ -67,14 +91,8 @@ def decode_point(heads: int, batch: int, peers: Sequence[str]) -> dict[str, Any]
     }
     for name in DECODE_PEERS:
         if name in peers:
-            point["peers"][name] = peer_entry(
-                lambda one, name=name: adaptor(name).decode(one, kda_decode.ATTRIBUTES),
-                pristine,
-                given,
-                wanted,
-                time,
-                20,
-            )
+            prepare = bound_adaptor(name, "decode", kda_decode.ATTRIBUTES)
+            point["peers"][name] = peer_entry(prepare, pristine, given, wanted, time, 20)
     return point
 
 
@@ -91,14 +109,9 @@ def prefill_point(heads: int, lengths: tuple[int, ...], peers: Sequence[str]) ->
     point: dict[str, Any] = {"heads": heads, "lengths": lengths, "ours": entry(time, errors), "peers": {}}
     for name in PREFILL_PEERS:
         if name in peers:
-            point["peers"][name] = peer_entry(
-                lambda one, name=name: adaptor(name).prefill(one, kda_prefill.ATTRIBUTES),
-                given[0],
-                given,
-                wanted,
-                time,
-                count,
-            )
+            prepare = bound_adaptor(name, "prefill", kda_prefill.ATTRIBUTES)
+            on_device = "prefill" in getattr(adaptor(name), "ON_DEVICE", ())
+            point["peers"][name] = peer_entry(prepare, given[0], given, wanted, time, count, on_device=on_device)
     return point
 
 
@@ -121,8 +134,12 @@ def peer_entry(
     wanted: dict[str, torch.Tensor],
     ours: Timing,
     count: int,
+    *,
+    on_device: bool = False,
 ) -> dict[str, Any]:
     """The peer's errors and time, or why there are none; ``pristine`` operands have not been stepped on by anyone.
+
+    ``on_device``: it cannot be captured, so its kernels' own times count, and the entry says so.
 
     Raises NumericsError when the peer computes something else: its time would mean nothing.
     """
@@ -131,10 +148,19 @@ def peer_entry(
         call()
         found = part(written["out"], written["final_state"], wanted) if "final_state" in written else written
         errors = compare(f"a peer of H {pristine['a_log'].numel()}", found, wanted)
-        time = time_in_graph([prepare(one)[0] for one in given], at_least=count)
+        if on_device:
+            time = time_on_device(call, count)
+        else:
+            time = time_in_graph([prepare(one)[0] for one in given], at_least=count)
     except PeerUnavailableError as reason:
         return {"unavailable": str(reason)}
-    return {**entry(time, errors), "ratio": round(time.median / ours.median, 3)}
+    clock = {"clock": "kernels on the device's timeline, gaps left out"} if on_device else {}
+    return {**entry(time, errors), **clock, "ratio": round(time.median / ours.median, 3)}
+
+
+def bound_adaptor(name: str, phase: str, attributes: dict[str, Any]) -> Callable[[Any], Any]:
+    """The peer's preparation of a call on operands."""
+    return lambda given: getattr(adaptor(name), phase)(given, attributes)
 
 
 def compare(where: str, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:

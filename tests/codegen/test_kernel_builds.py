@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from kimigraph.codegen import cross_compile_worker
+from kimigraph.codegen.host_half import host_half
 from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
-from kimigraph.codegen.specialize import BUILDERS
+from kimigraph.codegen.specialize import BUILDERS, kda_prefill
 from kimigraph.ir.descriptors import IndexKeyDescriptor, LatentDescriptor
 from kimigraph.ir.env import compiler_environment
 from kimigraph.ir.errors import CompileError
@@ -56,6 +57,13 @@ def packed_attention(batch, heads=64) -> KernelRequest:
         "block_table": None,
     }
     return KernelRequest("sparse_attention", tensors, {"scale": 0.07, "descriptor": PACKED_ROWS}, "cuda:sm_90")
+
+
+def dense_attention(batch, packed=False, target="cuda:sm_90") -> KernelRequest:
+    listed = packed_attention(batch, 32) if packed else attention(batch=batch, heads=32, total=8192)
+    tensors = {name: spec for name, spec in listed.tensors.items() if name != "indices"}
+    tensors |= {"lengths": tensor(batch, dtype="int32"), "sink": tensor(32, dtype="float32")}
+    return KernelRequest("latent_attention", tensors, listed.attributes, target)
 
 
 def indexer(batch=8, tokens=1, dtype="bfloat16", paged=False, total=32768) -> KernelRequest:
@@ -137,12 +145,16 @@ REQUESTS = {
     "attention_h32_b64": attention(batch=64, heads=32),
     "attention_h64_paged": attention(batch=8, paged=True),
     "attention_fp32": attention(dtype="float32"),
-    "indexer_one_launch": packed_indexer(1),
-    "indexer_one_launch_b64": packed_indexer(64, 131072),
-    "indexer_one_launch_bf16": replace(indexer(), target="cuda:sm_90"),
-    "attention_one_launch": packed_attention(1),
-    "attention_one_launch_b64": packed_attention(64),
-    "attention_one_launch_bf16": replace(attention(batch=8), target="cuda:sm_90"),
+    "attention_dense": dense_attention(8, target="cpu"),
+    "indexer_split_b1_short": packed_indexer(1, 8192),
+    "indexer_split": packed_indexer(1, 131072),
+    "indexer_split_b64": packed_indexer(64, 131072),
+    "indexer_split_bf16": replace(indexer(), target="cuda:sm_90"),
+    "attention_warps": packed_attention(1),
+    "attention_warps_b64": packed_attention(64, 128),
+    "attention_warps_bf16": replace(attention(batch=8, paged=True), target="cuda:sm_90"),
+    "attention_warps_dense": dense_attention(8),
+    "attention_warps_dense_fp8": dense_attention(64, packed=True),
     "kda_vk": delta(),
     "kda_kv": delta(layout="kv", lower_bound=None),
     "kda_four_tokens": delta(tokens=4),
@@ -158,11 +170,20 @@ REQUESTS = {
 }
 
 
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_kernel_can_be_launched_without_triton(name: str) -> None:
+    request = REQUESTS[name]
+    text = host_half("kernel_0", BUILDERS[request.op](request).text)
+    assert "def launch(" in text and "import triton" not in text
+    ast.parse(text)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, KernelModule]]:
     """All requests compiled by two worker processes: ``<directory>/<request>.<function>.{cubin,json}``."""
     directory = tmp_path_factory.mktemp("cubins")
     modules = {name: BUILDERS[request.op](request) for name, request in REQUESTS.items()}
+    modules["prefill_deltas"] = kda_prefill.build(prefill(), deltas=True)
     jobs: list[dict[str, Any]] = []
     for name, module in modules.items():
         (directory / f"{name}.py").write_text(module.text, encoding="utf-8")
@@ -175,7 +196,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ker
 
 def compile_all(jobs: list[dict[str, Any]], directory: Path) -> None:
     command = [sys.executable, "-P", cross_compile_worker.__file__]
-    text = json.dumps({"directory": str(directory), "arch": 90, "jobs": jobs})
+    text = "\n".join(json.dumps(part) for part in ({"directory": str(directory), "arch": 90}, *jobs))
     subprocess.run(command, input=text, text=True, check=True, env=compiler_environment(), stdout=subprocess.DEVNULL)
 
 
@@ -223,23 +244,50 @@ def test_attention_uses_warp_group_products(built, name):
     assert usage(built, name, "attend_split")["shared_memory"] <= 227 * 1024
 
 
-@pytest.mark.parametrize("name", [name for name in REQUESTS if name.startswith("indexer_one_launch")])
-def test_four_programs_of_the_one_launch_indexer_fit_a_multiprocessor(built, name):
-    assert len(built[1][name].launches) == 1
-    taken = usage(built, name, "index_and_select")
-    assert taken["launch_cooperative_grid"]
-    assert taken["registers"] <= 128 and taken["shared_memory"] <= 56 * 1024
-    code = instructions(built, name, "index_and_select")
+SPLIT_INDEXERS = [name for name in REQUESTS if name.startswith("indexer_split")]
+
+
+@pytest.mark.parametrize("name", SPLIT_INDEXERS)
+def test_four_programs_that_score_fit_a_multiprocessor(built, name):
+    assert [launch.function for launch in built[1][name].launches] == ["score_rows", "select_codes"]
+    taken = usage(built, name, "score_rows")
+    # Four warps multiply and one fetches; warps are allotted by fours.
+    assert taken["launch_pdl"] and not taken["launch_cooperative_grid"]
+    assert 4 * 8 * 32 * taken["registers"] <= 65536
+    programs = 4 if not name.endswith("bf16") else 2
+    assert programs * (taken["shared_memory"] + 1024) <= 228 * 1024
+    code = instructions(built, name, "score_rows")
     assert "UTMALDG" in code and ("HGMMA" if name.endswith("bf16") else "QGMMA") in code
 
 
-@pytest.mark.parametrize("name", [name for name in REQUESTS if name.startswith("attention_one_launch")])
-def test_one_launch_attention_uses_warp_group_products(built, name):
-    assert len(built[1][name].launches) == 1
-    taken = usage(built, name, "attend_and_join")
-    assert taken["launch_cooperative_grid"] and taken["shared_memory"] <= 227 * 1024
-    code = instructions(built, name, "attend_and_join")
-    assert "HGMMA" in code and "HMMA." not in code.replace("HGMMA", "")
+@pytest.mark.parametrize("name", SPLIT_INDEXERS)
+def test_programs_that_select_count_in_shared_memory_and_run_at_once(built, name):
+    launch = built[1][name].launches[1]
+    taken = usage(built, name, "select_codes")
+    assert taken["launch_pdl"] and taken["launch_cooperative_grid"] == (launch.constants["CTAS"] > 1)
+    assert taken["num_warps"] * 32 * taken["registers"] <= 65536
+    code = instructions(built, name, "select_codes")
+    assert "ATOMS.POPC.INC" in code and "REDUX" in code
+
+
+def test_the_chosen_form_is_told(built):
+    module = built[1]["indexer_split"]
+    assert module.route.startswith("two launches: 512 programs a row score, ") and module.route in module.text
+
+
+@pytest.mark.parametrize("name", [name for name in REQUESTS if name.startswith("attention_warps")])
+def test_attention_by_specialised_warps(built, name):
+    """Warp-group products alone; each kind of warp has its own share of the registers."""
+    launches = built[1][name].launches
+    assert len(launches) == 1
+    taken = usage(built, name, "attend_with_warps")
+    shared = launches[0].constants["SPLITS"] > 1
+    assert taken["launch_cooperative_grid"] == shared and taken["shared_memory"] <= 227 * 1024
+    code = instructions(built, name, "attend_with_warps")
+    assert "HGMMA" in code and "HMMA." not in code.replace("HGMMA", "") and "USETMAXREG" in code
+    # Rows of bf16 go to shared memory as they are; others through registers.
+    packed = launches[0].signature["latent"] == "*u8"
+    assert ("LDGSTS.E.BYPASS.128" in code) != packed and ("HFMA2.BF16" in code) == packed
 
 
 def test_gathered_rows_are_copied_in_16_byte_pieces(built):
@@ -263,16 +311,26 @@ def test_state_moves_in_16_byte_pieces(built, name):
     assert "LDG.E" in code and ".128" in code and "STG.E" in code
 
 
-@pytest.mark.parametrize("name", ["prefill", "prefill_wide", "prefill_packed"])
+@pytest.mark.parametrize("name", ["prefill", "prefill_wide", "prefill_packed", "prefill_deltas"])
 def test_prefill_uses_warp_group_products_and_bulk_copies(built, name):
-    for function in ("prepare_chunk_pairs", "scan_chunks"):
+    for function in ("prepare_chunks_in_shared", "scan_chunks"):
         code = instructions(built, name, function)
         assert "HGMMA" in code and "HMMA" not in code
-    assert "UTMALDG" in instructions(built, name, "scan_chunks")
-    assert usage(built, name, "scan_chunks")["shared_memory"] <= 227 * 1024
-    prepare = usage(built, name, "prepare_chunk_pairs")
-    # Three programs an SM.
+    scan = instructions(built, name, "scan_chunks")
+    assert "UTMALDG" in scan and "UTMASTG" in scan
+    prepare = usage(built, name, "prepare_chunks_in_shared")
+    # Three programs an SM, and one or two of the other launch.
     assert prepare["registers"] <= 168 and 3 * (prepare["shared_memory"] + 1024) <= 228 * 1024
+    programs = 2 if name in ("prefill_wide", "prefill_packed") else 1
+    assert programs * (usage(built, name, "scan_chunks")["shared_memory"] + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefill_packed", "prefill_unbounded"])
+def test_products_of_the_scan_overlap(built, name):
+    """A compiler that gives up on that waits after every single product."""
+    lines = instructions(built, name, "scan_chunks").splitlines()
+    waits = [line for line in lines if "WARPGROUP.DEPBAR" in line]
+    assert 0 < len(waits) < sum("HGMMA" in line for line in lines) / 2
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
@@ -319,8 +377,7 @@ def test_what_no_kernel_serves_is_refused(request_, complaint):
         BUILDERS[request_.op](request_)
 
 
-def test_prefill_on_a_gpu_takes_bf16_heads_of_128_alone():
-    """Other operands stop with what to do instead; the interpreter runs them."""
-    with pytest.raises(CompileError, match=r"kda_prefill has no kernel yet .*--target cpu:reference.*-O0 --no-marks"):
-        BUILDERS["kda_prefill"](prefill(dtype="float32"))
-    assert BUILDERS["kda_prefill"](prefill(dtype="float32", target="cpu")).launches
+@pytest.mark.parametrize("request_", [prefill(dtype="float32"), prefill(dtype="float16"), prefill(lower_bound=None)])
+def test_prefill_on_a_gpu_takes_any_operands(request_):
+    """What the form in shared memory does not serve has the one for any size and device."""
+    assert BUILDERS["kda_prefill"](request_).launches[0].function == "prepare_chunks"

@@ -15,8 +15,8 @@ from kimigraph.ir.reference.sparse_attention import sparse_attention
 pytestmark = pytest.mark.gpu
 
 
-def cases_of(op: str, only: tuple[str, ...] = ()) -> ModuleType:
-    """The interpreter's test module; its tests (``only`` those, if given) take the device from a fixture."""
+def cases_of(op: str, without: tuple[str, ...] = ()) -> ModuleType:
+    """The interpreter's test module; its tests (``without`` some that another one covers) take the device here."""
     path = Path(__file__).parents[1] / "interpreter" / f"test_kernel_{op}.py"
     spec = importlib.util.spec_from_file_location(f"cases_{op}", path)
     assert spec is not None and spec.loader is not None
@@ -25,7 +25,7 @@ def cases_of(op: str, only: tuple[str, ...] = ()) -> ModuleType:
     tests = {
         name.replace("test_", f"test_{op}_", 1): test
         for name, test in vars(module).items()
-        if name.startswith("test_") and (not only or name in only)
+        if name.startswith("test_") and name not in without
     }
     globals().update(tests)
     return module
@@ -34,10 +34,11 @@ def cases_of(op: str, only: tuple[str, ...] = ()) -> ModuleType:
 INDEXER = cases_of("lightning_indexer")
 ATTENTION = cases_of("sparse_attention")
 DELTA = cases_of("kda_decode")
-FUSED_INDEXER = cases_of("lightning_indexer_hopper")
-FUSED_ATTENTION = cases_of("sparse_attention_hopper")
-PREFILL = cases_of("kda_prefill", only=("test_bf16",))  # a GPU takes bf16 heads of 128 channels alone
+cases_of("lightning_indexer_packed")
+ATTENTION_LAYOUTS = cases_of("attention_layouts")
+PREFILL = cases_of("kda_prefill", without=("test_split_anywhere",))  # a build a length: see the cut at every token
 cases_of("short_conv")
+cases_of("attention_residual")
 
 
 def gaussian(*shape, dtype=torch.bfloat16):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kimigraph.ir.reference.kda_prefill import kda_prefill as reference
+from kimigraph.ir.reference.kda_prefill_deltas import kda_prefill_deltas as deltas_reference
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 8e-3}  # of the norm
 LAYOUTS = ("kv", "vk")
@@ -203,3 +204,12 @@ def test_initial_state_stays(kernel, device):
     before = operands["initial_state"].clone()
     check(kernel, device, operands, attributes)
     assert torch.equal(operands["initial_state"], before)
+
+
+def test_the_operator_with_deltas(kernel, device):
+    """``kda_prefill_deltas`` has one result more than ``kda_prefill``."""
+    operands, attributes = operands_of(22, tokens=35, raw=True), attributes_of(lower_bound=-5.0)
+    placed = on(device, operands)
+    module = kernel("kda_prefill_deltas", placed, attributes, target="cpu" if device == "cpu" else "cuda")
+    for found, wanted in zip(module.launch(*placed.values()), deltas_reference(**operands, **attributes), strict=True):
+        assert found.shape == wanted.shape and error(found.cpu(), wanted) < TOLERANCE[torch.float32]

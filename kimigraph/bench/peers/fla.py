@@ -1,8 +1,9 @@
 # pyright: basic
 # Reason: fla carries no types.
-"""flash-linear-attention: for a decode step three Triton launches, for prefill its chunked kernels."""
+"""flash-linear-attention's decode step: three Triton launches. ``fla_chunk`` has its prefill."""
 
 import importlib.util
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -13,14 +14,15 @@ from kimigraph.bench.peers import PeerUnavailableError, Prepared
 TITLE = "fla"
 
 
-def _require() -> None:
+def require() -> None:
+    """PeerUnavailableError without the library."""
     if importlib.util.find_spec("fla") is None:
         raise PeerUnavailableError("fla not found: install fla-core")
 
 
 def decode(given: dict[str, torch.Tensor], attributes: dict[str, Any]) -> tuple[Prepared, dict[str, torch.Tensor]]:
     """Convolution, recurrence with gate and norms inside, gated norm; states of its own, updated in place."""
-    _require()
+    require()
     causal_conv1d_update = import_module("fla.modules.causal_conv1d.ops").causal_conv1d_update
     layer_norm_gated_fwd = import_module("fla.modules.norm.fused_norm_gate").layer_norm_gated_fwd
     fused_recurrent_kda_fwd = import_module("fla.ops.kda.fused_recurrent").fused_recurrent_kda_fwd
@@ -50,22 +52,18 @@ def decode(given: dict[str, torch.Tensor], attributes: dict[str, Any]) -> tuple[
     return call, written
 
 
-def prefill(given: dict[str, Any], attributes: dict[str, Any]) -> tuple[Prepared, dict[str, torch.Tensor]]:
-    """``chunk_kda`` with gate, norms and strength inside."""
-    _require()
-    chunk_kda = import_module("fla.ops.kda").chunk_kda
+def residual(given: Sequence[dict[str, Any]], eps: float) -> list[Prepared]:
+    """``fused_attnres`` with the norm behind it; tuned for this shape alone."""
+    require()
+    fused = import_module("fla.ops.attnres.fused")
+    cache = getattr(fused.attnres_fwd_kernel, "cache", None)
+    if isinstance(cache, dict):
+        cache.clear()  # its key knows the width and the sources, not the tokens
 
-    written: dict[str, torch.Tensor] = {}
-
-    def call() -> torch.Tensor:
+    def call(one: dict[str, Any]) -> torch.Tensor:
         with torch.no_grad():
-            written["out"], written["final_state"] = chunk_kda(
-                given["q"], given["k"], given["v"], given["g"], given["beta"], scale=attributes["scale"],
-                initial_state=given["initial_state"], output_final_state=True, use_qk_l2norm_in_kernel=True,
-                use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, safe_gate=True,
-                lower_bound=attributes["lower_bound"], A_log=given["a_log"], dt_bias=given["dt_bias"],
-                state_v_first=True, cu_seqlens=given["cu_seqlens"],
-            )  # fmt: skip
-        return written["out"]
+            return fused.fused_attnres(
+                one["query"], one["sources"], one["norm_weight"], output_rms_weight=one["out_norm_weight"], rms_eps=eps
+            )
 
-    return call, written
+    return [lambda one=one: call(one) for one in given]

@@ -2,6 +2,7 @@
 # Reason: the operator is only known to torch after its library is loaded.
 """vLLM's ``fused_kda_decode``: convolution to gated norm in one launch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,3 +36,23 @@ def decode(given: dict[str, torch.Tensor], attributes: dict[str, Any]) -> tuple[
     )  # fmt: skip
     written = {"out": out.view(batch, 1, heads, side), "state": state[1:], "conv_state": columns[1:]}
     return lambda: torch.ops._C.fused_kda_decode(*arguments), written
+
+
+def residual(given: Sequence[dict[str, Any]], eps: float) -> list[Prepared]:
+    """``kimi_k3_attn_res`` over blocks in one tensor [T, blocks, D]; vLLM builds it for compute capability 10 alone."""
+    load("_C_stable_libtorch")
+    if torch.cuda.get_device_capability()[0] < 10:
+        raise PeerUnavailableError("vLLM's kimi_k3_attn_res runs on compute capability 10 only")
+
+    def prepare(one: dict[str, Any]) -> Prepared:
+        *blocks, partial = one["sources"]
+        stacked, out = torch.stack(blocks, 1), torch.empty_like(partial)
+        weights = (one["norm_weight"], one["query"], one["out_norm_weight"])
+
+        def call() -> torch.Tensor:
+            torch.ops._C.kimi_k3_attn_res(partial, None, stacked, *weights, out, len(blocks), -1, eps, eps)
+            return out
+
+        return call
+
+    return [prepare(one) for one in given]
