@@ -4,8 +4,9 @@ Anchored at the write of a recurrent state (``copy_`` into a rank-4 input); evid
 pattern, one read-out, L2 norms, gate, and a short convolution that feeds q, k and v.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from torch.fx import Graph, Node
 
 from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.program import CapturedProgram
+from kimigraph.ir.remarks import Via
 from kimigraph.passes.algebra.convolution import Convolution, convolution_at
 from kimigraph.passes.algebra.delta_rule import LAYOUTS, delta_step, read_out, require_delta_layouts
 from kimigraph.passes.algebra.frames import Operand, operand, require_type, row_major
@@ -30,6 +32,7 @@ from kimigraph.passes.algebra.nodes import (
     rank,
     shape,
 )
+from kimigraph.passes.algebra.prefill_gate import PrefillGate, is_gateless, is_per_head, prefill_gate, take_raw
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import build, call, replace
 from kimigraph.passes.algebra.rule import FusionPass, require_unwritten
@@ -48,6 +51,9 @@ class KdaSite:
     neighbours: Neighbours
     out: Node
     operands: dict[str, Operand]
+    key_dim: int
+    one_decay: bool
+    """The gate has one logit a head (GDN) instead of one a key channel."""
 
 
 @dataclass(frozen=True)
@@ -69,28 +75,39 @@ class RaiseKda(FusionPass):
         "one new token a step",
         "q, k and v are channels of one depthwise convolution without bias",
         "both states are read in this step only, and replaced once",
+        "as many heads of q and k as of v; the decay one a key channel, or one a head (GDN)",
         "state [B, H, K, V] or [B, H, V, K]",
         "bfloat16, float16 or float32",
     )
     effect: ClassVar[str] = "`kda_decode`, which updates both states in place"
 
     def anchors(self, graph: Graph) -> Sequence[Node]:
-        """The writes of whole rank-4 inputs."""
-        return [node for node in graph.nodes if _is_state_write(node)]
+        """The writes of whole rank-4 inputs, and marked prefills whose gate is computed before."""
+        return [node for node in graph.nodes if _is_state_write(node) or is_gateless(node)]
 
-    def check(self, program: CapturedProgram, anchor: Node) -> KdaSite:
-        """The KDA step that ends in this write."""
+    def via(self, site: KdaSite | PrefillGate) -> Via:
+        """A prefill is known by its mark."""
+        return "mark" if isinstance(site, PrefillGate) else "pattern"
+
+    def check(self, program: CapturedProgram, anchor: Node) -> KdaSite | PrefillGate:
+        """The KDA step that ends in this write, or the gate in front of this prefill."""
+        if is_gateless(anchor):
+            return prefill_gate(program.graph_module.graph, anchor)
         match, layout = _step(anchor)
         try:
             return _checked(program.graph_module.graph, anchor, match, layout)
         except Refused as refusal:
             raise refusal.raised_to(len(match.path), match.path) from refusal
 
-    def rewrite(self, program: CapturedProgram, site: KdaSite) -> Node:
+    def rewrite(self, program: CapturedProgram, site: KdaSite | PrefillGate) -> Node:
         """Put the operator before the last node taken along, erase the old writes."""
         graph = program.graph_module.graph
+        if isinstance(site, PrefillGate):
+            return take_raw(graph, site)
         place, conv, after = site.out, site.convolution, site.neighbours
         built = {name: build(graph, found, place) for name, found in site.operands.items()}
+        if site.one_decay:
+            built |= {name: _per_channel(graph, built[name], site.key_dim, place) for name in ("gate", "dt_bias")}
         numbers = site.match.numbers
         node = call(
             graph,
@@ -165,6 +182,7 @@ def _checked(graph: Graph, write: Node, match: Match, layout: str) -> KdaSite:
     assert isinstance(state, Node)
     sizes = dict(zip("bh" + layout, shape(state), strict=True)) | {"s": 1}
     core, match = read_out(graph, match)
+    _require_ungrouped(match, sizes)
     require_delta_layouts(match, layout, sizes)
     if not match.base("q") is match.base("k") is match.base("v"):
         raise Refused("q, k and v do not come from one convolution", match.base("q"))
@@ -174,9 +192,12 @@ def _checked(graph: Graph, write: Node, match: Match, layout: str) -> KdaSite:
     out = _output(neighbours.out if neighbours.path else shell[-1], convolution)
     path = [*match.path, *convolution.path, *shell, *neighbours.path, write, out]
     _require_inside(state, convolution.state, path, out)
+    one_decay = is_per_head(match.leaf("gate"), sizes)
+    channels = {"h": sizes["h"]} if one_decay else {"h": sizes["h"], "k": sizes["k"]}
+    axes, width = "".join(channels), prod(channels.values())
     operands = {
-        "gate": operand("the gate", match.leaf("gate"), "bhk", sizes, (sizes["b"], 1, sizes["h"] * sizes["k"])),
-        "dt_bias": operand("the gate's bias", match.leaf("dt_bias"), "hk", sizes, (sizes["h"] * sizes["k"],)),
+        "gate": operand("the gate", match.leaf("gate"), "b" + axes, sizes, (sizes["b"], 1, width)),
+        "dt_bias": operand("the gate's bias", match.leaf("dt_bias"), axes, sizes, (width,)),
         "a_log": operand("A_log", match.leaf("a_log"), "h", sizes),
         "beta": operand("beta", match.leaf("beta"), "bh", sizes, (sizes["b"], 1, sizes["h"])),
     }
@@ -191,7 +212,21 @@ def _checked(graph: Graph, write: Node, match: Match, layout: str) -> KdaSite:
     for name, found in further.items():
         if found is not None:
             require_unwritten(graph, name, found, out)
-    return KdaSite(write, match, layout, convolution, neighbours, out, operands)
+    return KdaSite(write, match, layout, convolution, neighbours, out, operands, sizes["k"], one_decay)
+
+
+def _require_ungrouped(match: Match, sizes: Mapping[str, int]) -> None:
+    """Refuse q and k of fewer heads than v: then the convolution has fewer channels than the operator's."""
+    base = match.base("q")
+    channels = prod(shape(match.base("v"))) // sizes["b"]
+    if packet(base) == "repeat_interleave" or channels < sizes["h"] * (2 * sizes["k"] + sizes["v"]):
+        raise Refused("q and k have fewer heads than v (grouped, as in GDN): kda_decode takes one each", base)
+
+
+def _per_channel(graph: Graph, node: Node, width: int, before: Node) -> Node:
+    """A tensor [.., H] as [.., H, width] that repeats each element; nothing is copied."""
+    one = call(graph, ATEN.unsqueeze.default, (node, -1), like=node, before=before)
+    return call(graph, ATEN.expand.default, (one, [*shape(node), width]), like=node, before=before)
 
 
 def _shell(core: Node) -> list[Node]:

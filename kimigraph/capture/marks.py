@@ -84,6 +84,26 @@ def _transformers_chunks(
     return out.to(query.dtype), state if output_final_state else None
 
 
+def _gated_delta_chunks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """``torch_chunk_gated_delta_rule`` of transformers (GDN): one decay a head, q and k perhaps of fewer heads."""
+    group = value.shape[2] // key.shape[2]
+    query, key = (x.repeat_interleave(group, dim=2) if group > 1 else x for x in (query, key))
+    decay = g.float().unsqueeze(-1).expand(*g.shape, key.shape[-1])
+    out, state = _kda_prefill(query, key, value, decay, beta, initial_state, use_qk_l2norm_in_kernel, "kv")
+    return out.to(query.dtype), state if output_final_state else None
+
+
 def _kimi_chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -99,6 +119,7 @@ def _kimi_convolution(x: Tensor, weight: Tensor, initial_state: Tensor) -> tuple
 MARKS = (
     Mark("transformers.models.glm5_next.modeling_glm5_next", "chunk_kimi_delta_attention", _transformers_chunks),
     Mark("transformers.models.kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention", _transformers_chunks),
+    Mark("transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule", _gated_delta_chunks),
     Mark("kimigraph.models.kimi_k31.kda", "chunk_kimi_delta_attention", _kimi_chunks),
     Mark("kimigraph.models.kimi_k31.kda", "short_convolution", _kimi_convolution),
 )

@@ -33,14 +33,16 @@ def softplus(x: Pattern) -> Pattern:
     return Either(Op("softplus", x), spelled)
 
 
-_LOGIT = Bind("logit", Op("add", Leaf("gate"), Leaf("dt_bias", constant_along="b")))
-_RATE = Op("exp", Leaf("a_log", constant_along="bk"))
-_UNBOUNDED = Either(
-    Op("mul", Op("neg", _RATE), softplus(_LOGIT)),
-    Op("neg", Op("mul", _RATE, softplus(_LOGIT))),
-)
-_BOUNDED = Op("mul", Op("sigmoid", Op("mul", _RATE, _LOGIT)), Number("lower_bound"))
-_DECAYED = Bind("decayed", Op("mul", Leaf("state"), Op("exp", Either(_BOUNDED, _UNBOUNDED))))
+def log_decay(tokens: str) -> Pattern:
+    """The gate of raw logits, bounded or not; ``tokens``: the axes along which bias and rate are the same."""
+    logit = Bind("logit", Op("add", Leaf("gate"), Leaf("dt_bias", constant_along=tokens)))
+    rate = Op("exp", Leaf("a_log", constant_along=tokens + "k"))
+    unbounded = Either(Op("mul", Op("neg", rate), softplus(logit)), Op("neg", Op("mul", rate, softplus(logit))))
+    bounded = Op("mul", Op("sigmoid", Op("mul", rate, logit)), Number("lower_bound"))
+    return Either(bounded, unbounded)
+
+
+_DECAYED = Bind("decayed", Op("mul", Leaf("state"), Op("exp", log_decay("b"))))
 _KEY = l2_normalised(Leaf("k"), "k", "l2_eps")
 _BETA = Op("sigmoid", Leaf("beta"))
 

@@ -67,6 +67,15 @@ class Frame:
 
         return Frame((*self.axes, axis), view)
 
+    def row(self, result: Sequence[int], axis: str) -> "Frame":
+        """The frame of a factor whose last dim is contracted and whose others line up with the result's last ones."""
+
+        def view(tensor: Tensor) -> Tensor:
+            inner = tensor.select(-1, 0).broadcast_to(tuple(result))
+            return _with_axis(self.view(inner), tensor.shape[-1], tensor.stride(-1))
+
+        return Frame((*self.axes, axis), view)
+
 
 def _with_axis(tensor: Tensor, size: int, stride: int) -> Tensor:
     return tensor.as_strided((*tensor.shape, size), (*tensor.stride(), stride), tensor.storage_offset())

@@ -16,6 +16,7 @@ from kimigraph.passes.algebra.match import Match, Trace
 from kimigraph.passes.algebra.nodes import argument, constant, packet, rank, shape
 
 COMMUTATIVE = frozenset(("add", "mul"))
+PRODUCTS = frozenset(("matmul", "bmm", "mm", "mv", "linear"))
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Sum(Pattern):
         axis = fresh(self.axis, inner.axes)
         if packet(base) == self.reduction:
             return self._reduced(base, inner, axis, deeper, trace)
-        if packet(base) in ("matmul", "bmm", "mm") and self.reduction == "sum" and rank(base) >= 2:
+        if packet(base) in PRODUCTS and self.reduction == "sum":
             return self._product(base, inner, axis, deeper, trace)
         trace.miss(match, base, f"a {self.reduction} over axis {self.axis}")
         return None
@@ -170,10 +171,16 @@ class Sum(Pattern):
         factors = self.operand.operands if isinstance(self.operand, Op) and self.operand.name == "mul" else ()
         if not isinstance(left, Node) or not isinstance(right, Node) or len(factors) != 2:
             return None
-        if rank(left) < 2 or rank(right) < 2:
+        sizes = shape(base)
+        if packet(base) == "linear" and argument(base, "bias") is None and rank(right) == 2:
+            frames = frame.left(sizes, axis), frame.row(sizes, axis)
+        elif packet(base) != "linear" and rank(right) == 1:
+            frames = frame.row(sizes, axis), frame.row(sizes, axis)
+        elif packet(base) == "linear" or rank(left) < 2 or len(sizes) < 2:
             trace.miss(match, base, "a product of matrices")
             return None
-        frames = frame.left(shape(base), axis), frame.right(shape(base), axis)
+        else:
+            frames = frame.left(sizes, axis), frame.right(sizes, axis)
         straight = _first([(left, right)], factors, frames, match, trace, base)
         return straight or _first([(right, left)], factors, frames[::-1], match, trace, base)
 

@@ -29,9 +29,14 @@ from kimigraph.ir.operators.shapes import check, check_integer, check_layout
 from kimigraph.ir.reference.kda_prefill import kda_prefill
 
 _NAME = "kda_prefill"
+OPERANDS = (
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, Tensor? a_log=None,"
+    " Tensor? dt_bias=None, Tensor? cu_seqlens=None, *, float scale, bool l2_norm, float l2_eps=1e-6,"
+    ' float? lower_bound=None, str state_layout="kv")'
+)
 
 
-def _fake(
+def fake(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -48,6 +53,7 @@ def _fake(
     lower_bound: float | None = None,
     state_layout: str = "kv",
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs' shapes; ValueError for operands that do not fit."""
     check_layout(_NAME, state_layout)
     check_integer(_NAME, cu_seqlens=cu_seqlens)
     state_shape = "N H K V" if state_layout == "kv" else "N H V K"
@@ -81,7 +87,7 @@ def _fake(
     return v.new_empty(v.shape), v.new_empty(final, dtype=torch.float32)
 
 
-def _cost(
+def cost(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -93,6 +99,7 @@ def _cost(
     cu_seqlens: torch.Tensor | None = None,
     **attributes: object,
 ) -> Cost:
+    """Operands, output and state once each; seven operations a state element and token."""
     batch, tokens, heads, key_dim = q.shape
     state = heads * key_dim * v.shape[-1]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -103,15 +110,11 @@ def _cost(
 OPERATOR = register(
     Operator(
         name=_NAME,
-        signature=(
-            "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, Tensor? a_log=None,"
-            " Tensor? dt_bias=None, Tensor? cu_seqlens=None, *, float scale, bool l2_norm, float l2_eps=1e-6,"
-            ' float? lower_bound=None, str state_layout="kv") -> (Tensor, Tensor)'
-        ),
+        signature=f"{OPERANDS} -> (Tensor, Tensor)",
         summary="the gated delta rule over runs of tokens",
         documentation=__doc__,
         reference=kda_prefill,
-        fake=_fake,
-        cost=_cost,
+        fake=fake,
+        cost=cost,
     )
 )

@@ -1,9 +1,8 @@
 """Reference of ``kimigraph::kda_prefill``."""
 
-import itertools
-
 import torch
-import torch.nn.functional as F
+
+from kimigraph.ir.reference.kda_prefill_deltas import kda_prefill_deltas
 
 
 def kda_prefill(
@@ -23,39 +22,9 @@ def kda_prefill(
     lower_bound: float | None = None,
     state_layout: str = "kv",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``kimigraph.ir.operators.kda_prefill``: the recurrence itself, token by token in fp32.
-
-    No chunks, so no exponent is ever positive and a last short chunk cannot go wrong.
-    """
-    batch, tokens, heads, key_dim = q.shape
-    query, key = q.float(), k.float()
-    if l2_norm:
-        query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + l2_eps)
-        key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + l2_eps)
-    query, key = (query * scale).unsqueeze(-1), key.unsqueeze(-1)
-    gate, strength = g.float(), beta.float()
-    if a_log is not None and dt_bias is not None:
-        rate, logit = a_log.float().exp().reshape(heads, 1), gate + dt_bias.float().reshape(heads, key_dim)
-        gate = -rate * F.softplus(logit) if lower_bound is None else lower_bound * torch.sigmoid(rate * logit)
-        strength = torch.sigmoid(strength)
-    value, strength, decay = v.float(), strength.unsqueeze(-1), gate.exp().unsqueeze(-1)
-    everything = slice(None)
-    runs: list[tuple[int | slice, int | slice, int, int]] = [(everything, everything, 0, tokens)]
-    if cu_seqlens is not None:
-        edges = itertools.pairwise(int(edge) for edge in cu_seqlens)
-        runs = [(sequence, 0, first, last) for sequence, (first, last) in enumerate(edges)]
-    sequences = batch if cu_seqlens is None else len(runs)
-    final = torch.zeros(sequences, heads, key_dim, v.shape[-1], device=v.device)
-    if initial_state is not None:
-        final += initial_state.float().transpose(-1, -2) if state_layout == "vk" else initial_state.float()
-    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    for sequence, row, first, last in runs:
-        memory = final[sequence]  # [B, H, K, V], of a packed sequence [H, K, V]
-        for token in range(first, last):
-            memory = memory * decay[row, token]
-            update = strength[row, token] * (value[row, token] - (memory * key[row, token]).sum(-2))
-            memory = memory + key[row, token] * update.unsqueeze(-2)
-            out[row, token] = (memory * query[row, token]).sum(-2)
-        final[sequence] = memory
-    final = final.transpose(-1, -2) if state_layout == "vk" else final
-    return out.to(v.dtype), final.clone(memory_format=torch.contiguous_format)
+    """See ``kimigraph.ir.operators.kda_prefill``: the recurrence without the corrected deltas."""
+    out, final_state, _ = kda_prefill_deltas(
+        q, k, v, g, beta, initial_state, a_log, dt_bias, cu_seqlens,
+        scale=scale, l2_norm=l2_norm, l2_eps=l2_eps, lower_bound=lower_bound, state_layout=state_layout,
+    )  # fmt: skip
+    return out, final_state
