@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from kimigraph.models.kimi_k31.indexer import rope_angles, rotate
+
 LATENT, KEYS = torch.ops.kimigraph.latent_write, torch.ops.kimigraph.index_key_write
 
 
@@ -76,3 +78,51 @@ def test_written_rows_are_read_back_by_indexer_and_attention():
     assert picks.tolist() == [[[2]]]
     out, _ = torch.ops.kimigraph.sparse_attention(q, None, latent, None, picks, scale=1.0, block_table=table)
     assert torch.equal(out[0, 0, 0], values[0, 2])
+
+
+@pytest.mark.parametrize("style", ["half_split", "interleaved"])
+def test_norm_and_rotation_are_those_of_the_model(style):
+    """LayerNorm, then the first dims turned: what DeepSeek's indexer caches, in fp32 throughout."""
+    x, weight, bias = torch.randn(2, 3, 16), torch.randn(16), torch.randn(16)
+    angles = rope_angles(torch.tensor([[0, 5, 9], [1, 2, 700]]), 8, 1e4)
+    keys = torch.zeros(2, 4, 16)
+    positions = torch.tensor([[0, 1, 2], [3, 2, 1]])
+    KEYS(keys, x, positions, weight, bias, angles.cos(), angles.sin(), norm_eps=1e-3, rope_style=style)
+    wanted = rotate(torch.nn.functional.layer_norm(x, (16,), weight, bias, 1e-3), angles, style)
+    torch.testing.assert_close(torch.stack([keys[0, :3], keys[1, [3, 2, 1]]]), wanted, rtol=1e-5, atol=1e-6)
+    latent, rope = torch.zeros(2, 4, 16), torch.zeros(2, 4, 8)
+    LATENT(latent, rope, x, x[..., :8], positions, angles.cos(), angles.sin(), rope_style=style)
+    assert torch.equal(torch.stack([latent[0, :3], latent[1, [3, 2, 1]]]), x)
+    torch.testing.assert_close(rope[0, :3], rotate(x[0, :, :8], angles[0], style), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_style": "half"}, "want one of none, half_split, interleaved, deinterleaved"),
+        ({"rope_style": "half_split"}, "give cos and sin with a rope_style"),
+        ({"cos": torch.ones(1, 2, 2), "sin": torch.ones(1, 2, 2)}, "give cos and sin with a rope_style"),
+        ({"rope_style": "interleaved", "cos": torch.ones(1, 2, 2), "sin": torch.ones(1, 2, 1)}, "sin is"),
+        ({"rope_style": "interleaved", "cos": torch.ones(1, 2, 3), "sin": torch.ones(1, 2, 3)}, "is for 6 dims"),
+        ({"norm_bias": torch.ones(4)}, "norm_bias without norm_weight"),
+        ({"norm_weight": torch.ones(3)}, "norm_weight is"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, message):
+    def meta(x):
+        return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+    keys, values = torch.zeros(1, 4, 4, device="meta"), torch.zeros(1, 2, 4, device="meta")
+    positions = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=message):
+        KEYS(keys, values, positions, **{name: meta(value) for name, value in change.items()})
+
+
+def test_a_latent_row_turns_as_a_whole():
+    latent, rope = torch.zeros(1, 4, 6, device="meta"), torch.zeros(1, 4, 4, device="meta")
+    angles = torch.ones(1, 1, 1, device="meta")
+    with pytest.raises(ValueError, match="is for 2 dims, the row has 4"):
+        LATENT(
+            latent, rope, latent[:, :1], rope[:, :1], torch.zeros(1, 1, dtype=torch.int64, device="meta"),
+            angles, angles, rope_style="half_split",
+        )  # fmt: skip

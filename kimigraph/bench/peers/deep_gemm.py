@@ -1,6 +1,6 @@
 # pyright: basic
-# Reason: DeepGEMM carries no types, and vLLM's operators are only known to torch after their library is loaded.
-"""DeepGEMM's paged fp8 logits, then the fastest of vLLM's top-k kernels: two launches."""
+# Reason: DeepGEMM carries no types.
+"""DeepGEMM's paged fp8 logits, then the fastest public top-k kernel: two launches."""
 
 import importlib
 import importlib.util
@@ -9,19 +9,28 @@ from typing import Any
 import torch
 
 from kimigraph.bench.peers import PeerUnavailableError, Prepared
-from kimigraph.bench.peers.libraries import load
-from kimigraph.bench.protocol import time_in_graph
+from kimigraph.bench.peers.top_k import fastest, selections
 
 TITLE = "DeepGEMM + vLLM top-k"
-WORKSPACE = 1 << 20
-COOPERATIVE_SIZES, COOPERATIVE_ROWS = (512, 1024, 2048), 64
 
 
 def indexer(given: Any, picks: int) -> list[Prepared]:
-    """A call for each input set; workspace and schedule are made once, logits are compared with ours beforehand."""
+    """A call for each input set; workspace and schedule are made once."""
+    return described(given, picks)[0]
+
+
+def described(given: Any, picks: int) -> tuple[list[Prepared], dict[str, Any]]:
+    """The calls, and for the record which selection they use, with the median of each one on warm logits."""
+    logits = logits_of(given)
+    select, times = fastest(selections(given.lengths, picks, int(given.lengths.max())), logits(0))
+    record = {"selection": select.name, "selections_us": {name: round(time, 3) for name, time in times.items()}}
+    return [lambda number=number: select.run(logits(number)) for number in range(len(given.q))], record
+
+
+def logits_of(given: Any) -> Any:
+    """What computes the logits [B, length] of an input set."""
     if importlib.util.find_spec("deep_gemm") is None:
         raise PeerUnavailableError("deep_gemm not found: install it, or vllm, which brings it")
-    load("_C_stable_libtorch")
     deep_gemm = importlib.import_module("deep_gemm")
     batch, length = len(given.lengths), int(given.lengths.max())
     context = given.lengths.view(batch, 1)
@@ -34,32 +43,4 @@ def indexer(given: Any, picks: int) -> list[Prepared]:
             (given.q[number], None), pages, weights, context, given.tables[number], schedule, length
         )
 
-    select = fastest(selections(given, picks, length), logits(0))
-    return [lambda number=number: select(logits(number)) for number in range(len(given.q))]
-
-
-def selections(given: Any, picks: int, length: int) -> list[Any]:
-    """What selects ``picks`` of a row of logits."""
-    batch = len(given.lengths)
-    out = torch.empty(batch, picks, dtype=torch.int32, device="cuda")
-    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
-
-    def per_row(logits: torch.Tensor) -> None:
-        torch.ops._C.top_k_per_row_decode(
-            logits, 1, given.lengths, out, batch, logits.stride(0), logits.stride(1), picks
-        )
-
-    def cooperative(logits: torch.Tensor) -> None:
-        torch.ops._C.cooperative_topk(logits, given.lengths, out, workspace, picks, length)
-
-    def persistent(logits: torch.Tensor) -> None:
-        torch.ops._C.persistent_topk(logits, given.lengths, out, workspace, picks, length)
-
-    fits = picks in COOPERATIVE_SIZES
-    return [per_row, *([cooperative] if fits and batch <= COOPERATIVE_ROWS else []), *([persistent] if fits else [])]
-
-
-def fastest(candidates: list[Any], logits: torch.Tensor) -> Any:
-    """The selection that takes least time on these logits."""
-    times = {select: time_in_graph([lambda select=select: select(logits)]).median for select in candidates}
-    return min(times, key=times.__getitem__)
+    return logits

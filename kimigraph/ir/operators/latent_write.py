@@ -6,17 +6,19 @@ Shapes: ``latent`` [B, T, L] and ``rope`` [B, T, R] or None, mutated, or pages [
 [B, N] (position p lives in row p % page of page block_table[b, p // page]); ``values`` [B, S, L]; ``rope_values``
 [B, S, R] or None with ``rope``; ``positions`` integer [B, S], distinct within a sequence, below 0 = skip the row.
 Values are converted to the cache's type; where the ``descriptor`` names one buffer, both parts go to the row of
-``latent`` (bytes, uint8, when it is quantised) and there is no ``rope``. Returns nothing.
+``latent`` (bytes, uint8, when it is quantised) and there is no ``rope``. ``rope_style`` turns the rope values
+first, in fp32, by ``cos`` and ``sin`` [B, S, R / 2]: half_split in pairs (i, i + R / 2), interleaved in pairs
+(2i, 2i + 1), deinterleaved in those, put to i and i + R / 2. Returns nothing.
 
 Source: the cache update of DeepSeek-V3.2-Exp. Errors: IndexError, with nothing written, for a position beyond the
-capacity or on an unmapped page (table entry below 0); the fake implementation raises ValueError for shapes that do not
-fit.
+capacity or on an unmapped page (table entry below 0), which kernels skip; the fake implementation raises ValueError for
+shapes and styles that do not fit.
 """
 
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
-from kimigraph.ir.operators.shapes import cache, check, check_integer, check_table, latent_row
+from kimigraph.ir.operators.shapes import cache, check, check_integer, check_rotation, check_table, latent_row
 from kimigraph.ir.reference.latent_write import latent_write
 
 _NAME = "latent_write"
@@ -28,7 +30,10 @@ def _fake(
     values: torch.Tensor,
     rope_values: torch.Tensor | None,
     positions: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
     *,
+    rope_style: str = "none",
     block_table: torch.Tensor | None = None,
     descriptor: str = "",
 ) -> None:
@@ -45,6 +50,8 @@ def _fake(
     )
     check_integer(_NAME, positions=positions)
     check_table(_NAME, block_table, sizes["B"])
+    turned = 0 if rope_values is None else rope_values.shape[-1]
+    check_rotation(_NAME, rope_style, cos, sin, values.shape[:2], turned, whole=True)
 
 
 def _cost(
@@ -53,21 +60,25 @@ def _cost(
     values: torch.Tensor,
     rope_values: torch.Tensor | None,
     positions: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
     *,
+    rope_style: str = "none",
     block_table: torch.Tensor | None = None,
     descriptor: str = "",
 ) -> Cost:
     rope_width = 0 if rope is None else rope.shape[-1]
     written = positions.numel() * (latent.shape[-1] + rope_width) * latent.element_size()
-    return Cost(bytes=nbytes(values, rope_values, positions, block_table) + written, flops=0)
+    return Cost(bytes=nbytes(values, rope_values, positions, cos, sin, block_table) + written, flops=0)
 
 
 OPERATOR = register(
     Operator(
         name=_NAME,
         signature=(
-            "(Tensor(a!) latent, Tensor(b!)? rope, Tensor values, Tensor? rope_values, Tensor positions, *,"
-            ' Tensor? block_table=None, str descriptor="") -> ()'
+            "(Tensor(a!) latent, Tensor(b!)? rope, Tensor values, Tensor? rope_values, Tensor positions,"
+            ' Tensor? cos=None, Tensor? sin=None, *, str rope_style="none", Tensor? block_table=None,'
+            ' str descriptor="") -> ()'
         ),
         summary="write new latent and rope rows into their cache",
         documentation=__doc__,

@@ -17,8 +17,9 @@ def quantise(values: torch.Tensor, tile: int, rule: str) -> tuple[torch.Tensor, 
     tiles = values.float().unflatten(-1, (-1, tile))
     scales = tiles.abs().amax(dim=-1).clamp_min(1e-4) / 448.0
     if rule == "power2":
-        mantissa, exponent = torch.frexp(scales)
-        scales = torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))
+        bits = scales.view(torch.int32)
+        rounded = ((bits + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+        scales = torch.where(scales.isfinite(), rounded, scales)
     scaled = (tiles / scales.unsqueeze(-1)).clamp(-448.0, 448.0)
     return scaled.flatten(-2).to(torch.float8_e4m3fn), scales
 

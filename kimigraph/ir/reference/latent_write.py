@@ -4,6 +4,7 @@ import torch
 
 from kimigraph.ir.reference.cache_bytes import latent_bytes
 from kimigraph.ir.reference.cache_places import cache_places
+from kimigraph.ir.reference.key_preparation import rotated
 
 
 def latent_write(
@@ -12,14 +13,18 @@ def latent_write(
     values: torch.Tensor,
     rope_values: torch.Tensor | None,
     positions: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
     *,
+    rope_style: str = "none",
     block_table: torch.Tensor | None = None,
     descriptor: str = "",
 ) -> None:
     """See ``kimigraph.ir.operators.latent_write``: every position is checked before the first row is written."""
     sequence, token, block, row = cache_places("latent_write", latent, positions, block_table)
     new = values[sequence, token]
-    new_rope = None if rope_values is None else rope_values[sequence, token]
+    turned = None if rope_values is None else rotated(rope_values, cos, sin, rope_style)
+    new_rope = None if turned is None else turned[sequence, token]
     if latent.dtype == torch.uint8:
         latent[block, row] = latent_bytes(new, new_rope, descriptor)
         return

@@ -1,0 +1,134 @@
+"""The Lightning Indexer over many query rows in slabs on Hopper: where it serves, its slabs and tiles."""
+
+from dataclasses import replace
+from typing import Any
+
+from kimigraph.codegen.kernel import KernelLaunch, KernelModule, KernelRequest, TensorSpec
+from kimigraph.codegen.specialize.lightning_indexer_split import EACH, with_tiles
+from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, is_hopper, needed, padded, render
+
+PAGE = 64
+WIDTH = 128
+LEAST_ROWS = 64  # fewer leave multiprocessors idle
+SLAB_WORDS = 1 << 26  # of memory for a slab, 256 MiB
+PROGRAMS = 4 * 132  # of a slab's scores: rows see more keys the later they stand, so that a few each are even
+CONSUMERS = 3
+STAGES = 8
+WARPS = 8  # of a row's selection
+SLICE = 8192  # codes that they hold at once
+
+
+def serves(request: KernelRequest) -> bool:
+    """Whether the kernels can compute the request, on Hopper: quantised pages, sizes, strides."""
+    q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
+    table = request.tensors.get("block_table")
+    heads, width = q.shape[-2:]
+    return (
+        request.tensors.get("mask") is None
+        and (q.dtype, keys.dtype) == ("float8_e4m3fn", "uint8")
+        and table is not None
+        and keys.shape[1] == PAGE
+        and width == WIDTH
+        and heads in (16, 32, 64, 128)
+        and tuple(keys.stride) == (keys.shape[1] * keys.shape[2], keys.shape[2], 1)
+        and keys.aligned
+        and q.stride[-1] == 1
+        and 0 not in (*q.shape, *table.shape)
+        and 0 < int(request.attributes["k"]) <= 8192
+        and weights.dtype in ("float32", "bfloat16", "float16")
+    )
+
+
+def wins(request: KernelRequest) -> bool:
+    """Whether it is the faster one: on Hopper, where a sequence has rows enough."""
+    return is_hopper(request.target) and needed(request, "q").shape[1] >= LEAST_ROWS
+
+
+def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
+    """Needs ``serves(request)``; ``slab`` overrides how many rows share the memory."""
+    q, weights = needed(request, "q"), needed(request, "weights")
+    lengths, table = request.tensors.get("lengths"), request.tensors.get("block_table")
+    batch, tokens, heads = q.shape[:3]
+    assert table is not None
+    total = table.shape[1] * PAGE
+    top = int(request.attributes["k"])
+    block = CONSUMERS * (128 // heads)
+    columns = max(min(padded(ceil_div(total, WARPS)), SLICE // WARPS), 32 * EACH)
+    row_tiles = ceil_div(total, WARPS * columns)
+    words = total * (2 if row_tiles > 1 else 1)
+    slab = min(slab or max(SLAB_WORDS // words, LEAST_ROWS), tokens)
+    splits = min(padded(ceil_div(PROGRAMS, ceil_div(slab, block))), padded(ceil_div(total, 16 * PAGE)), 32)
+    by_rows = bool(request.attributes.get("rows", False))
+    score: dict[str, Any] = {
+        "T": total,
+        "H": heads,
+        "SCALE": float(request.attributes["scale"]),
+        "Q_STRIDE": q.stride[1:],
+        "WEIGHT_STRIDE": weights.stride[1:],
+        "TABLE_STRIDE": table.stride[1],
+        "QUANTISED": True,
+        "SPLITS": splits,
+        "STAGES": STAGES,
+        "REGISTERS": 160,
+    }
+    select: dict[str, Any] = {
+        "S": slab,
+        "T": total,
+        "K": top,
+        "LENGTH_STRIDE": 0,
+        "TABLE_STRIDE": table.stride,
+        "SPLITS": splits,
+        "CTAS": 1,
+        "EACH": EACH,
+        "COLUMNS": columns,
+        "TILES": row_tiles,
+        "STATE": 0,
+    }
+    score_options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128}
+    select_options: dict[str, Any] = {"num_warps": WARPS, "maxnreg": 128}
+    route = f"many rows, two launches a slab of {slab} rows"
+    constants = {
+        "route": route,
+        "block": block,
+        "codes": (slab, total),
+        "peaks": (slab, splits),
+        "state": (slab, 0),
+        "candidates": (slab, 0),
+        "kept": (slab, total if row_tiles > 1 else 0),
+        "picked": (batch, tokens, top),
+        "rows": by_rows,
+        "score_prompt": score,
+        "score_options": score_options,
+        "select_codes": select,
+        "select_options": select_options,
+    }
+    text = render("lightning_indexer_prompt", constants)
+    operands: dict[str, TensorSpec | str | None] = {
+        "q": q,
+        "weights": weights,
+        "lengths": None if lengths is None else "int32",
+        "block_table": table,
+        "codes": "int32",
+        "peaks": "int32",
+    }
+    scoring = with_tiles(ahead_of_time("score_prompt", operands, score, score_options), True)
+    signature = {**scoring.signature, "sequence": "i32", "rows": "i32"}
+    scoring = KernelLaunch(scoring.function, signature, scoring.constants, ("codes", "peaks"), score_options)
+    selecting = ahead_of_time(
+        "select_codes",
+        {
+            "codes": "int32",
+            "peaks": "int32",
+            "lengths": None if lengths is None else "int32",
+            "block_table": table if by_rows else None,
+            "state": "int32",
+            "candidates": "int32",
+            "kept": "int32",
+            "picked": "int32",
+        },
+        select,
+        select_options,
+    )
+    # Slabs begin at addresses of their own.
+    selecting = replace(selecting, divisible=("codes", "peaks", "state", "candidates", "kept"))
+    return KernelModule(text, (scoring, selecting), route=route)

@@ -1,0 +1,85 @@
+# pyright: basic
+# Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
+"""Values on their way into a cache: rotation, fp8 with a scale a tile. Bit by bit what the references write."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def e4m3_bits(value, INTERPRET: tl.constexpr):
+    """fp32 in [-448, 448] -> the bits of the nearest e4m3, ties to even; the interpreter's own cast errs."""
+    if INTERPRET:
+        bits = value.to(tl.uint32, bitcast=True)
+        exponent = tl.maximum(((bits >> 23) & 0xFF).to(tl.int32) - 127, -6)
+        anchor = ((exponent + 147) << 23).to(tl.float32, bitcast=True) * 1.5
+        rounded = (tl.abs(value) + anchor) - anchor
+        fields = rounded.to(tl.uint32, bitcast=True)
+        normal = (fields >> 20).to(tl.int32) - (120 << 3)
+        small = (rounded * 512.0).to(tl.int32)
+        code = tl.where(rounded < 0.015625, small, normal)
+        code = tl.where(value != value, 0x7F, code) | ((bits >> 24) & 0x80).to(tl.int32)
+        result = code.to(tl.uint8)
+    else:
+        result = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return result
+
+
+@triton.jit
+def tile_scale(largest, POWER2: tl.constexpr):
+    """The fp32 scale of a tile by its largest magnitude: amax / 448, or the next power of two."""
+    floored = tl.where(largest > 1e-4, largest, 1e-4)
+    scale = tl.div_rn(tl.where(largest != largest, largest, floored), 448.0)
+    if POWER2:
+        bits = scale.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
+        scale = tl.where(tl.abs(scale) < float("inf"), rounded, scale)
+    return scale
+
+
+@triton.jit
+def largest_magnitude(value, axis: tl.constexpr):
+    """The largest magnitude along an axis; NaN where there is one."""
+    largest = tl.max(tl.abs(value), axis)
+    spoiled = tl.max((value != value).to(tl.int32), axis)
+    return tl.where(spoiled > 0, float("nan"), largest)
+
+
+@triton.jit
+def source_column(column, HALF: tl.constexpr, STYLE: tl.constexpr):
+    """The column whose value turns into this one. STYLE 1 half split, 2 interleaved, 3 deinterleaved."""
+    if STYLE == 3:
+        source = tl.where(column < HALF, 2 * column, 2 * (column - HALF) + 1)
+        column = tl.where(column < 2 * HALF, source, column)
+    return column
+
+
+@triton.jit
+def partner_column(column, HALF: tl.constexpr, STYLE: tl.constexpr):
+    """The column that turns together with that one; columns that do not turn are their own."""
+    if STYLE == 1:
+        partner = tl.where(column < HALF, column + HALF, column - HALF)
+    elif STYLE == 2:
+        partner = column ^ 1
+    else:
+        partner = tl.where(column < HALF, 2 * column + 1, 2 * (column - HALF))
+    return tl.where(column < 2 * HALF, partner, column)
+
+
+@triton.jit
+def turned(
+    value, partner, cos, sin, column, inside, HALF: tl.constexpr, STYLE: tl.constexpr,
+    COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """``value`` turned with its ``partner``; ``cos`` and ``sin`` point at the row's angles."""
+    if STYLE == 2:
+        angle = column // 2
+        first = (column & 1) == 0
+    else:
+        angle = column % HALF
+        first = column < HALF
+    turns = inside & (column < 2 * HALF)
+    c = tl.load(cos + angle * COS_STRIDE, mask=turns, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle * SIN_STRIDE, mask=turns, other=0.0).to(tl.float32)
+    across = partner * s
+    return tl.where(turns, value * c + tl.where(first, -across, across), value)
