@@ -3,7 +3,7 @@
     PYTHONPATH=. python bench/k31_decode.py --layers 4 --batch 1 8 --context 32768 --out bench/results/k31_decode.json
 
 Times are medians over replays with the caches nearly full: ``host`` per call as a user sees it, ``graph`` the same step
-captured as one CUDA graph (device time without launch overhead).
+captured as one CUDA graph (device time without launch overhead). Launches are the nodes of that graph, by kind.
 """
 
 import argparse
@@ -14,11 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kimigraph.bench.graph_nodes import graph_nodes
 from kimigraph.bench.protocol import time_in_graph
 from kimigraph.capture import capture_module
 from kimigraph.capture.program import tensors_of
@@ -30,6 +32,9 @@ from kimigraph.passes import PassContext, default_pipeline, fusion_summary, run_
 from kimigraph.runtime.executor import Executor
 from kimigraph.selections import with_selections
 from kimigraph.verify import EAGER_FACTOR, run_artifact, run_graph
+
+UNMERGED = ("merge-horizontal", "fuse-pointwise", "merge-regions")
+"""Without these passes a program has a kernel for every operator that the others leave."""
 
 CONFIG = Path(__file__).parent.parent / "examples" / "k31" / "config.json"
 
@@ -113,6 +118,27 @@ def check(
     return {"relative_error": rows, "factor": EAGER_FACTOR, "passed": passed}
 
 
+def program_of(
+    captured: CapturedProgram, config: CompileConfig, directory: Path
+) -> tuple[Executor, CapturedProgram, dict[str, Any]]:
+    """The compiled step, the graph that it was built of, and facts about it."""
+    program, device_config = captured.copy(), replace(config, target="cuda")
+    records = run_pipeline(program, default_pipeline(device_config), PassContext(device_config), [])
+    directory.mkdir()
+    manifest = build_artifact(program, "cuda", directory, self_test=False)
+    executor = Executor(directory, {s.source: captured.tensors[s.name] for s in captured.inputs if s.bound})
+    fusions = {entry["rule"]: entry["count"] for entry in fusion_summary(records)}
+    return executor, program, {"fusions": fusions, "launches": manifest.launches}
+
+
+def nodes_of(step: Callable[[], Any]) -> dict[str, int] | str:
+    """Nodes by kind of the step's CUDA graph; the reason where it cannot be captured."""
+    try:
+        return graph_nodes(step)
+    except Exception as error:
+        return f"not capturable: {type(error).__name__}: {str(error)[:200]}"
+
+
 def one(batch: int, context: int, layers: int, compare: bool) -> dict[str, Any]:
     """All figures of one shape."""
     torch.compiler.reset()
@@ -123,16 +149,13 @@ def one(batch: int, context: int, layers: int, compare: bool) -> dict[str, Any]:
     start = time.perf_counter()
     captured = capture_module(model, args, {}, config)
     record["capture_seconds"] = time.perf_counter() - start
-    program = captured.copy()
-    records = run_pipeline(program, default_pipeline(config), PassContext(config), [])
-    record["fusions"] = {entry["rule"]: entry["count"] for entry in fusion_summary(records)}
     with tempfile.TemporaryDirectory() as scratch:
         directory, picked = Path(scratch) / "program", Path(scratch) / "picks"
-        directory.mkdir()
         picked.mkdir()
-        manifest = build_artifact(program, "cuda", directory, self_test=False)
-        record["launches"] = manifest.launches
-        executor = Executor(directory, {s.source: captured.tensors[s.name] for s in captured.inputs if s.bound})
+        executor, program, facts = program_of(captured, config, directory)
+        record |= facts
+        plain = replace(config, disabled_passes=UNMERGED)
+        unmerged, _, record["unmerged"] = program_of(captured, plain, Path(scratch) / "unmerged")
         flat = [t for s, t in zip(captured.inputs, tensors_of(captured, args, {}), strict=True) if not s.bound]
         if compare:
             extended, names = with_selections(program)
@@ -144,6 +167,7 @@ def one(batch: int, context: int, layers: int, compare: bool) -> dict[str, Any]:
         compiled = torch.compile(model, dynamic=False)
         steps: dict[str, Callable[[], Any]] = {
             "kimigraph": lambda: executor(*flat),
+            "kimigraph, unmerged": lambda: unmerged(*flat),
             "eager": lambda: model(*args),
             "torch.compile": lambda: compiled(*args),
         }
@@ -151,6 +175,7 @@ def one(batch: int, context: int, layers: int, compare: bool) -> dict[str, Any]:
             record["microseconds"] = {
                 name: {"host": host_time(step), "graph": graph_time(step)} for name, step in steps.items()
             }
+            record["graph_nodes"] = {name: nodes_of(step) for name, step in steps.items()}
     return record
 
 

@@ -1,0 +1,96 @@
+"""What this machine's GPU can do, as a device file (``kimigraph.ir.device``) has it."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import torch
+
+from kimigraph.adapters.device_kernels import run_nothing, run_polynomial
+from kimigraph.bench.protocol import time_in_graph
+from kimigraph.ir.device import Device
+from kimigraph.ir.errors import UsageError
+
+EDGE = 8192
+"""Rows, columns and depth of the matrix products."""
+
+SMALL = 4096
+"""Elements of the kernel whose latency is taken: one block, in the cache."""
+
+
+def measure(notify: Callable[[str], None]) -> Device:
+    """The device file's figures of the current CUDA device; UsageError where there is none."""
+    if not torch.cuda.is_available():
+        raise UsageError("measure-device needs a CUDA device, and torch finds none here: run it where there is one")
+    properties = torch.cuda.get_device_properties()
+    notify("measuring the copy rate")
+    copy = _copy_rate()
+    notify("measuring matrix products")
+    products = _product_rates()
+    notify("measuring launches")
+    launch = _seconds(run_nothing, 200)
+    tile = torch.ones(SMALL, device="cuda")
+    small = _seconds(lambda: torch.neg(tile, out=tile), 200)
+    return Device(
+        name=properties.name,
+        bytes_per_second=copy,
+        flops_per_second=products,
+        vector_flops_per_second=_vector_rate(),
+        launch_seconds=launch,
+        latency_seconds=max(small - launch, 0.0),
+        units=properties.multi_processor_count,
+        cache_bytes=properties.L2_cache_size,
+        sources={
+            "bytes_per_second": "measured: negation of 2-byte elements, bytes read and written",
+            "flops_per_second": f"measured: product of {EDGE}-cubed random matrices; no rate, no product of that type",
+            "vector_flops_per_second": "measured: a polynomial of high degree over 32-bit elements",
+            "launch_seconds": "measured: an empty kernel node of a CUDA graph",
+            "latency_seconds": f"measured: a kernel on {SMALL} elements that waits for another, less launch_seconds",
+            "measured": f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}",
+        },
+    )
+
+
+def _seconds(call: Callable[[], object], at_least: int) -> float:
+    return _rounded(time_in_graph([call], at_least=at_least).median * 1e-6)
+
+
+def _copy_rate() -> float:
+    source = torch.empty(2**30, dtype=torch.int16, device="cuda").random_()
+    target = torch.empty_like(source)
+    return _rounded(4 * source.numel() / _seconds(lambda: torch.neg(source, out=target), 10))
+
+
+def _product_rates() -> dict[str, float]:
+    """FLOPs per second by type; a type that the device or this torch cannot multiply is left out."""
+    rates: dict[str, float] = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        left, right = (torch.randn(EDGE, EDGE, device="cuda", dtype=dtype) for _ in range(2))
+        rates[str(dtype)[6:]] = _rounded(2 * EDGE**3 / _seconds(lambda a=left, b=right: torch.mm(a, b), 5))
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        rate = _scaled_product_rate(dtype)
+        if rate is not None:
+            rates[str(dtype)[6:]] = rate
+    return rates
+
+
+def _scaled_product_rate(dtype: torch.dtype) -> float | None:
+    left = torch.randn(EDGE, EDGE, device="cuda").to(dtype)
+    right = torch.randn(EDGE, EDGE, device="cuda").to(torch.float8_e4m3fn).t()  # two e5m2 operands are not supported
+    one = torch.ones((), device="cuda")
+    try:
+        seconds = _seconds(lambda: torch.ops.aten._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16), 5)
+    except RuntimeError:
+        return None
+    return _rounded(2 * EDGE**3 / seconds)
+
+
+def _vector_rate() -> float:
+    """Fused multiply-adds of one generated kernel whose loads and stores are few against them."""
+    values = torch.rand(2**22, device="cuda")
+    out = torch.empty_like(values)
+    seconds = _seconds(lambda: run_polynomial(values, out, 512), 5)
+    return _rounded(2.0 * 512 * values.numel() / seconds)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
