@@ -1,33 +1,56 @@
 """Which of the Lightning Indexer's kernels serves a request, and its shapes, strides and tiles.
 
-One launch on Hopper at the published sizes; two launches of plain Triton for everything else.
+On Hopper, at the published sizes: two launches that overlap for a few query rows (or one, which is slower at every
+shape measured), one for many. Two launches of plain Triton for everything else.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from kimigraph.codegen.kernel import KernelModule, KernelRequest
-from kimigraph.codegen.specialize import lightning_indexer_hopper
+from kimigraph.codegen.specialize import (
+    lightning_indexer_hopper,
+    lightning_indexer_prefill,
+    lightning_indexer_prompt,
+    lightning_indexer_split,
+)
 from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, expanded, needed, padded, refuse, render
 
 TILE = (128, 64, 256)  # keys, heads and channels of one product
 TILE_FP32 = (64, 64, 32)
+MOST_CODES = 1 << 27  # of the scores in memory at once, 512 MiB
 SELECT_BLOCK = 4096  # codes a step of the selection; the packed running counts need it below 2 ** 15
 
 
-def build(request: KernelRequest, *, select_block: int = SELECT_BLOCK, splits: int | None = None) -> KernelModule:
+def build(
+    request: KernelRequest,
+    *,
+    select_block: int = SELECT_BLOCK,
+    ctas: int | None = None,
+    splits: int | None = None,
+    most_codes: int = MOST_CODES,
+) -> KernelModule:
     """``[B, S, H, D]`` queries over ``[B, T, D]`` keys or pages, any sizes.
 
-    ``select_block`` codes make a selection step of the plain kernel; ``splits`` programs a row ask for the kernel of
-    one launch wherever it can serve.
+    ``select_block`` codes make a selection step of the plain kernel, which keeps ``most_codes`` in memory. ``ctas``
+    programs that select from a row ask for Hopper's two launches for a few rows wherever these can serve, ``splits``
+    programs a row for the one launch.
     """
-    if lightning_indexer_hopper.serves(request) and (splits is not None or lightning_indexer_hopper.wins(request)):
+    if splits is not None and lightning_indexer_hopper.serves(request):
         return lightning_indexer_hopper.build(request, splits=splits)
-    return build_plain(request, select_block)
+    if lightning_indexer_split.serves(request) and (ctas is not None or lightning_indexer_split.wins(request)):
+        return lightning_indexer_split.build(request, ctas=ctas)
+    if lightning_indexer_hopper.serves(request) and lightning_indexer_hopper.wins(request):
+        return lightning_indexer_hopper.build(request)
+    if lightning_indexer_prompt.serves(request) and lightning_indexer_prompt.wins(request):
+        return lightning_indexer_prompt.build(request)
+    if lightning_indexer_prefill.serves(request) and lightning_indexer_prefill.wins(request):
+        return lightning_indexer_prefill.build(request)
+    return build_plain(request, select_block, most_codes)
 
 
-def build_plain(request: KernelRequest, select_block: int) -> KernelModule:
-    """Scores in one launch, the selection in another."""
+def build_plain(request: KernelRequest, select_block: int, most_codes: int) -> KernelModule:
+    """Scores in one launch, the selection in another; over and over where a sequence has many rows."""
     q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
     lengths, mask, table = (request.tensors.get(name) for name in ("lengths", "mask", "block_table"))
     batch, tokens, heads, width = q.shape
@@ -53,6 +76,7 @@ def build_plain(request: KernelRequest, select_block: int) -> KernelModule:
         min(padded(heads, 16), block_h),
         min(padded(width, 16), block_d),
     )
+    all_tokens, tokens = tokens, min(tokens, max(most_codes // max(batch * total, 1), 1))
     block_s = min(max(tokens, 1), 8)
     length_stride = 0
     if lengths is not None and len(lengths.shape) > 0 and lengths.shape[0] > 1:
@@ -68,7 +92,7 @@ def build_plain(request: KernelRequest, select_block: int) -> KernelModule:
         "KEY_STRIDE": keys.stride,
         "WEIGHT_STRIDE": weights.stride,
         "LENGTH_STRIDE": length_stride,
-        "MASK_STRIDE": (0, 0, 0) if mask is None else expanded(mask, (batch, tokens, total)),
+        "MASK_STRIDE": (0, 0, 0) if mask is None else expanded(mask, (batch, all_tokens, total)),
         "TABLE_STRIDE": (0, 0) if table is None else table.stride,
         "BLOCK_S": block_s,
         "BLOCK_T": block_t,
@@ -82,6 +106,9 @@ def build_plain(request: KernelRequest, select_block: int) -> KernelModule:
         "T": total,
         "K": top,
         "LENGTH_STRIDE": length_stride,
+        "TABLE_STRIDE": (0, 0) if table is None else table.stride,
+        "PAGE": page,
+        "ROWS": bool(request.attributes.get("rows", False)),
         "BLOCK": min(padded(total, 16), select_block),
     }
     score_options = {"num_warps": 4 if block_t >= 64 else 2, "num_stages": 1 if block_s == 1 else 2}
@@ -90,7 +117,7 @@ def build_plain(request: KernelRequest, select_block: int) -> KernelModule:
         "lightning_indexer",
         {
             "codes": (batch * tokens, total),
-            "picked": (batch, tokens, top),
+            "picked": (batch, all_tokens, top),
             "score_grid": (ceil_div(total, block_t), batch, ceil_div(tokens, block_s)),
             "select_grid": (batch * tokens,),
             "score_keys": score,
@@ -114,6 +141,11 @@ def build_plain(request: KernelRequest, select_block: int) -> KernelModule:
             score,
             score_options,
         ),
-        ahead_of_time("select_row", {"codes": "int32", "lengths": lengths, "picked": "int32"}, select, select_options),
+        ahead_of_time(
+            "select_row",
+            {"codes": "int32", "lengths": lengths, "block_table": table, "picked": "int32"},
+            select,
+            select_options,
+        ),
     )
     return KernelModule(text, launches)

@@ -26,6 +26,7 @@ def serves(request: KernelRequest) -> bool:
     paged = table is not None and keys.shape[1] == PAGE
     return (
         request.tensors.get("mask") is None
+        and not request.attributes.get("rows", False)
         and (q.dtype, keys.dtype) in types
         and (paged or (table is None and keys.dtype == "bfloat16" and total % PAGE == 0))
         and width == WIDTH
@@ -91,6 +92,7 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
     text = render(
         "lightning_indexer_hopper",
         {
+            "route": f"one launch, {splits} programs a row",
             "codes": (rows, total),
             "candidates": (rows, 2 * MOST_CANDIDATES),
             "counts": (rows, 2 * splits),
@@ -116,4 +118,5 @@ def build(request: KernelRequest, *, splits: int | None = None) -> KernelModule:
     launch = ahead_of_time("index_and_select", operands, constants, options)
     tile = f"tensordesc<{'fp8e4nv' if quantised else 'bf16'}[{PAGE}, {WIDTH}]>"
     signature = {"tiles": tile, **launch.signature}
-    return KernelModule(text, (KernelLaunch(launch.function, signature, launch.constants, launch.divisible, options),))
+    whole = KernelLaunch(launch.function, signature, launch.constants, launch.divisible, options)
+    return KernelModule(text, (whole,), route=f"one launch, {splits} programs a row")

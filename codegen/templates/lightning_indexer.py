@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from kimigraph.codegen.templates.cache_rows import listed_id
 from kimigraph.codegen.templates.fp8_bytes import e4m3_value
 from kimigraph.codegen.templates.order_code import order_code
 
@@ -178,11 +179,15 @@ def threshold_code(row, limit, K: tl.constexpr, BLOCK: tl.constexpr):
 def select_row(
     codes,
     lengths,
+    block_table,
     picked,
     S: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
     LENGTH_STRIDE: tl.constexpr,
+    TABLE_STRIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One query row: the set of the first K visible keys by (code descending, index ascending), ascending, then -1."""
@@ -206,7 +211,9 @@ def select_row(
         equal_rank = equal_before + (running & 0xFFFF)
         wins = (above != 0) | ((equal != 0) & (equal_rank <= ties))
         slot = above_rank + tl.minimum(equal_rank, ties) - 1
-        tl.store(out + slot, start + tl.arange(0, BLOCK), mask=wins)
+        position = start + tl.arange(0, BLOCK)
+        listed = listed_id(position, wins, block_table, (index // S).to(tl.int64), TABLE_STRIDE, PAGE, ROWS)
+        tl.store(out + slot, listed, mask=wins)
         above_before += tl.sum(above)
         equal_before += tl.sum(equal)
     listed = above_before + tl.minimum(equal_before, ties)
@@ -216,17 +223,32 @@ def select_row(
 
 
 def launch(q, keys, weights, lengths=None, mask=None, block_table=None):
-    """The operator's tensors in schema order -> int32 [B, S, k]."""
-    codes = torch.empty(CONSTANTS["codes"], dtype=torch.int32, device=q.device)
+    """The operator's tensors in schema order -> int32 [B, S, k]; so many rows of each sequence at a time as S says."""
     picked = torch.empty(CONSTANTS["picked"], dtype=torch.int32, device=q.device)
-    score, select = CONSTANTS["score_keys"], CONSTANTS["select_row"]
+    codes = torch.empty(CONSTANTS["codes"], dtype=torch.int32, device=q.device)
     if q.dtype == torch.float8_e4m3fn:
         q = q.view(torch.uint8)
+    tokens, each = q.shape[1], CONSTANTS["score_keys"]["S"]
+    if tokens == each:
+        score_and_select(q, keys, weights, lengths, mask, block_table, codes, picked)
+        return picked
+    part = torch.empty_like(picked[:, :each], memory_format=torch.contiguous_format)
+    for start in (*range(0, tokens - each, each), tokens - each):
+        rows = slice(start, start + each)
+        seen = None if lengths is None else lengths + start
+        masked = mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., rows, :]
+        score_and_select(q[:, rows], keys, weights[:, rows], seen, masked, block_table, codes, part)
+        picked[:, rows] = part
+    return picked
+
+
+def score_and_select(q, keys, weights, lengths, mask, block_table, codes, picked):
+    """Both launches for some rows of all sequences."""
+    score, select = CONSTANTS["score_keys"], CONSTANTS["select_row"]
     if INTERPRET:
         # The interpreter's products of 16-bit floats are wrong (bf16) or rounded (fp16).
         score = {**score, "UPCAST": True}
     score_keys[CONSTANTS["score_grid"]](
         q, keys, weights, lengths, mask, block_table, codes, **score, **CONSTANTS["score_options"]
     )
-    select_row[CONSTANTS["select_grid"]](codes, lengths, picked, **select, **CONSTANTS["select_options"])
-    return picked
+    select_row[CONSTANTS["select_grid"]](codes, lengths, block_table, picked, **select, **CONSTANTS["select_options"])

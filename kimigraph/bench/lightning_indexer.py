@@ -2,21 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from kimigraph.bench.graph_nodes import graph_nodes
 from kimigraph.bench.kernels import kernel_for
 from kimigraph.bench.peers import INDEXER_PEERS, PeerUnavailableError, adaptor
-from kimigraph.bench.protocol import sets_for_cold_cache, time_in_graph
+from kimigraph.bench.protocol import Timing, sets_for_cold_cache, time_in_graph
 from kimigraph.ir.descriptors import IndexKeyDescriptor
 from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.reference.lightning_indexer import lightning_indexer
 
 HEADS, WIDTH, PAGE = 64, 128, 64
 KEY_BYTES = WIDTH + 4
-POINTS = tuple((batch, length) for batch in (1, 8, 64) for length in (8192, 32768, 131072))
-PICKS = 2048
+POINTS = tuple(
+    (batch, length, picks) for picks in (2048, 128) for batch in (1, 8, 64) for length in (8192, 32768, 131072)
+)
+TIED = ((1, 131072, 2048), (64, 8192, 2048))  # points at which rows of one score are timed, too
 FORM = str(IndexKeyDescriptor("paged", "float8_e4m3fn", WIDTH, page_size=PAGE, scales="power2"))
 BYTES_AT_RATE = 4.3e6  # bytes a microsecond that a copy streams
 FILL = 1 << 15  # pages filled at once
@@ -61,11 +65,11 @@ def inputs(batch: int, length: int, kind: str = "gaussian", sets: int | None = N
     return IndexerInputs(q, weights, pages.view(number, PAGE, KEY_BYTES), tables, lengths)
 
 
-def launch_of(given: IndexerInputs, picks: int) -> Callable[..., torch.Tensor]:
-    """The compiled kernel's launch."""
+def kernel_of(given: IndexerInputs, picks: int) -> ModuleType:
+    """The kernel that the compiler writes for these operands."""
     names = ("q", "keys", "weights", "lengths", "mask", "block_table")
     tensors: dict[str, torch.Tensor | None] = dict(zip(names, given.operands(0), strict=True))
-    return kernel_for("lightning_indexer", tensors, {"k": picks, "scale": 1.0, "descriptor": FORM}).launch
+    return kernel_for("lightning_indexer", tensors, {"k": picks, "scale": 1.0, "descriptor": FORM})
 
 
 def check(where: str, picked: torch.Tensor, given: IndexerInputs, number: int, row: int) -> None:
@@ -96,41 +100,56 @@ def scores_of(q: torch.Tensor, pages: torch.Tensor, weights: torch.Tensor) -> to
 
 
 def gates(batch: int, length: int, picks: int) -> None:
-    """Rows of ties at the timed shape: among equal scores the lower index wins, and every run gives the same."""
+    """Rows of ties at the timed shape: among equal scores the lower index wins, and every run gives the same.
+
+    Raises NumericsError.
+    """
     equal = inputs(batch, length, "equal", sets=1)
-    picked = launch_of(equal, picks)(*equal.operands(0))
+    picked = kernel_of(equal, picks).launch(*equal.operands(0))
     if not bool((picked == torch.arange(picks, device="cuda", dtype=torch.int32)).all()):
         raise NumericsError(f"indexer B {batch} L {length}: rows of one score do not list the first {picks} keys")
     half = inputs(batch, length, "half", sets=1)
-    launch = launch_of(half, picks)
+    launch = kernel_of(half, picks).launch
     picked = launch(*half.operands(0))
     check(f"indexer B {batch} L {length}, half zeros", picked, half, 0, 0)
     if not torch.equal(picked, launch(*half.operands(0))):
         raise NumericsError(f"indexer B {batch} L {length}: two runs differ")
 
 
-def point(batch: int, length: int, peers: Sequence[str], picks: int = PICKS) -> dict[str, Any]:
-    """One shape: cold keys, one launch of ours a call."""
+def point(batch: int, length: int, picks: int, peers: Sequence[str]) -> dict[str, Any]:
+    """One shape: gates, then the time of a call on cold keys, of rows of one score, and of each peer."""
+    where = f"indexer B {batch} L {length} k {picks}"
     gates(batch, length, picks)
     given = inputs(batch, length)
     count = len(given.q)
-    launch = launch_of(given, picks)
+    kernel = kernel_of(given, picks)
     for number in (0, count - 1):
-        picked = launch(*given.operands(number))
+        picked = kernel.launch(*given.operands(number))
         for row in {0, batch - 1}:
-            check(f"indexer B {batch} L {length}", picked, given, number, row)
-    time = time_in_graph([bound(launch, given.operands(number)) for number in range(count)])
-    floor = batch * length * KEY_BYTES / BYTES_AT_RATE
+            check(where, picked, given, number, row)
+    time = time_in_graph([bound(kernel.launch, given.operands(number)) for number in range(count)])
     found: dict[str, Any] = {"batch": batch, "length": length, "k": picks, "ours": {"us": time.as_dict()}}
+    found["ours"] |= {"route": kernel.CONSTANTS["route"], "nodes": graph_nodes(bound(kernel.launch, given.operands(0)))}
+    floor = batch * length * KEY_BYTES / BYTES_AT_RATE
     found |= {"floor_us": round(floor, 2), "peers": {}}
     for name in (name for name in INDEXER_PEERS if name in peers):
         try:
-            calls = adaptor(name).indexer(given, picks)
+            calls, record = adaptor(name).described(given, picks)
             other = time_in_graph(calls)
-            found["peers"][name] = {"us": other.as_dict(), "ratio": round(other.median / time.median, 3)}
+            found["peers"][name] = {"us": other.as_dict(), "ratio": round(other.median / time.median, 3), **record}
+            found["peers"][name]["nodes"] = graph_nodes(calls[0])
         except PeerUnavailableError as reason:
             found["peers"][name] = {"unavailable": str(reason)}
+    if (batch, length, picks) in TIED:
+        found["ours"]["rows_of_one_score_us"] = ties(batch, length, picks).as_dict()
     return found
+
+
+def ties(batch: int, length: int, picks: int) -> Timing:
+    """The time of rows of one score, which no bin tells apart."""
+    given = inputs(batch, length, "equal")
+    launch = kernel_of(given, picks).launch
+    return time_in_graph([bound(launch, given.operands(number)) for number in range(len(given.q))])
 
 
 def bound(launch: Callable[..., Any], operands: tuple[torch.Tensor | None, ...]) -> Callable[[], Any]:

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +16,18 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call over the replays."""
+    """Microseconds a call over the replays, each of them in ``samples``."""
 
     median: float
     least: float
     most: float
+    samples: tuple[float, ...] = ()
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         """For JSON, to a nanosecond."""
-        return {name: round(value, 3) for name, value in asdict(self).items()}
+        numbers = {"median": self.median, "least": self.least, "most": self.most}
+        rounded: dict[str, Any] = {name: round(value, 3) for name, value in numbers.items()}
+        return rounded | {"samples": [round(value, 3) for value in self.samples]}
 
 
 def sets_for_cold_cache(nbytes: int, most: int = 256) -> int:
@@ -54,7 +57,7 @@ def time_in_graph(calls: Sequence[Call], at_least: int = CALLS, replays: int = R
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / count)
-    return Timing(statistics.median(times), min(times), max(times))
+    return Timing(statistics.median(times), min(times), max(times), tuple(times))
 
 
 def ceilings() -> dict[str, float]:

@@ -279,3 +279,23 @@ def test_codes_order_as_scores(device):
     codes = out.tolist()
     assert codes[0] == codes[1] and codes[4] == codes[5] and min(codes) > 0
     assert codes[1] < codes[2] < codes[3] < codes[4] < codes[6] < codes[7]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_many_rows_share_little_memory(kernel, device, masked):
+    """Seven rows of two sequences with memory for the scores of three of each: the last three overlap the others."""
+    generator = torch.Generator().manual_seed(3)
+
+    def whole(*shape):
+        return torch.randint(-3, 4, shape, generator=generator).float().to(device)
+
+    q, keys, weights = whole(2, 7, 4, 16), whole(2, 40, 16), whole(2, 7, 4)
+    lengths = None if masked else torch.tensor([30, 2], device=device)
+    mask = (whole(2, 7, 40) > 0) if masked else None
+    operands = (q, keys, weights, lengths, mask, None)
+    names = ("q", "keys", "weights", "lengths", "mask", "block_table")
+    attributes = {"k": 9, "scale": 1.0, "descriptor": ""}
+    module = kernel("lightning_indexer", dict(zip(names, operands, strict=True)), attributes, most_codes=2 * 3 * 40 + 5)
+    assert module.CONSTANTS["codes"] == (6, 40)
+    wanted = torch.ops.kimigraph.lightning_indexer(q, keys, weights, lengths, mask, k=9, scale=1.0)
+    assert torch.equal(module.launch(*operands), wanted)

@@ -5,7 +5,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kimigraph.codegen.templates.fp8_bytes import e4m3_value
 from kimigraph.codegen.templates.index_selection import bin_range, code_bin
 from kimigraph.ir.descriptors import IndexKeyDescriptor
 from kimigraph.ir.reference.lightning_indexer import lightning_indexer as reference
@@ -132,16 +131,3 @@ def test_bins_cover_the_codes_in_order(device, first):
     bins, begin, end = out.unbind(1)
     assert (bins[1:] >= bins[:-1]).all() and bins.min() >= 0 and bins.max() <= 4095
     assert ((begin <= codes) & (codes < end)).all()
-
-
-@triton.jit
-def values_of(bits, out):
-    place = tl.arange(0, 256)
-    tl.store(out + place, e4m3_value(tl.load(bits + place)))
-
-
-def test_every_e4m3_byte_is_decoded(device):
-    bits = torch.arange(256, device=device).to(torch.uint8)
-    out = torch.empty(256, device=device)
-    values_of[(1,)](bits, out)
-    assert torch.equal(out.nan_to_num(777.0), bits.view(torch.float8_e4m3fn).float().nan_to_num(777.0))

@@ -9,7 +9,8 @@ visible. With neither, every key is visible. Floating types of any width; sums a
 bytes, uint8 [., ., D + 4], under a quantised ``descriptor``.
 
 Returns int32 [B, S, k]: the set of the first min(k, visible) keys under (score descending, index ascending; -0 as +0;
-NaN as -inf), listed in ascending index, then -1. With a block table the ids are logical positions.
+NaN as -inf), listed in ascending index, then -1. With a block table the ids are logical positions; with ``rows`` they
+are the rows of the flattened cache instead, page * page size + offset, in the same order.
 
 Source: DeepSeek-V3.2-Exp, the Lightning Indexer. Errors: none at run time; the fake implementation raises ValueError
 for shapes that do not fit, a scale that is not positive and a negative k.
@@ -32,6 +33,7 @@ def _fake(
     k: int,
     scale: float,
     block_table: torch.Tensor | None = None,
+    rows: bool = False,
     descriptor: str = "",
 ) -> torch.Tensor:
     name = "lightning_indexer"
@@ -40,6 +42,8 @@ def _fake(
     sizes |= check(name, q=(q, "B S H D"), keys=(keys, cache(block_table, row)))
     check_table(name, block_table, sizes["B"])
     check_integer(name, lengths=lengths)
+    if rows and block_table is None:
+        raise ValueError(f"{name}: rows are those of pages; give a block_table, or list positions")
     if lengths is not None and (lengths.dim() > 1 or lengths.numel() not in (1, sizes["B"])):
         raise ValueError(f"{name}: lengths is {list(lengths.shape)}, want [] or [B] with B = {sizes['B']}")
     if mask is not None:
@@ -61,6 +65,7 @@ def _cost(
     k: int,
     scale: float,
     block_table: torch.Tensor | None = None,
+    rows: bool = False,
     descriptor: str = "",
 ) -> Cost:
     batch, tokens, heads, width = q.shape
@@ -75,7 +80,7 @@ OPERATOR = register(
         name="lightning_indexer",
         signature=(
             "(Tensor q, Tensor keys, Tensor weights, Tensor? lengths=None, Tensor? mask=None, *, int k, float scale,"
-            ' Tensor? block_table=None, str descriptor="") -> Tensor'
+            ' Tensor? block_table=None, bool rows=False, str descriptor="") -> Tensor'
         ),
         summary="score the index keys, weigh the heads, list the top k",
         documentation=__doc__,

@@ -17,6 +17,7 @@ def lightning_indexer(
     k: int,
     scale: float,
     block_table: torch.Tensor | None = None,
+    rows: bool = False,
     descriptor: str = "",
 ) -> torch.Tensor:
     """See ``kimigraph.ir.operators.lightning_indexer``: scores, then the exact set of the first k, listed ascending."""
@@ -42,5 +43,8 @@ def lightning_indexer(
     hidden = ~visible.gather(-1, order)
     order = order.gather(-1, hidden.int().argsort(dim=-1, stable=True))[..., :k]
     picked = torch.where(visible.gather(-1, order), order, total).sort(dim=-1).values
-    rows = torch.where(picked == total, -1, picked).to(torch.int32)
-    return torch.nn.functional.pad(rows, (0, k - rows.shape[-1]), value=-1)
+    listed = torch.where(picked == total, -1, picked)
+    if rows and block_table is not None and total:
+        pages = block_table.long().unsqueeze(1).expand(-1, tokens, -1).gather(-1, listed.clamp_min(0) // page)
+        listed = torch.where(listed < 0, -1, pages * page + listed % page)
+    return torch.nn.functional.pad(listed.to(torch.int32), (0, k - listed.shape[-1]), value=-1)

@@ -1,0 +1,209 @@
+"""The Lightning Indexer in two launches on Hopper: where it serves and wins, and how rows are divided in either launch.
+
+All rules read shapes alone. A row's scores are divided among as many programs as fit the device at once; its selection
+among few, since these meet.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kimigraph.codegen.kernel import KernelLaunch, KernelModule, KernelRequest, TensorSpec
+from kimigraph.codegen.specialize.rendering import (
+    ahead_of_time,
+    ceil_div,
+    is_hopper,
+    needed,
+    padded,
+    programs_at_once,
+    render,
+)
+
+PAGE = 64
+WIDTH = 128
+MOST_ROWS = 256
+PROGRAMS = 4  # of the scores that fit a multiprocessor at once
+STAGES = 5
+PAGES_EACH, MOST_SHORT = 16, 64  # beyond one wave: programs of so many pages balance better, up to so many a row
+EACH = 8  # codes in a row a thread
+WARPS = 16
+ALONE = 8192  # codes of a row from which one program selects fastest alone
+HELD = 1024  # codes of a warp that stay in registers
+TILE = 512  # codes of a warp a tile, where a slice takes several
+MOST_CTAS = 32
+CANDIDATES = 128
+HEADER = 32  # words of a row's state before the programs' counts
+LEVELS = 4
+COUNTERS = 4096
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the launches divide a row: ``splits`` programs score it, ``ctas`` select from it, of ``warps`` warps each, in
+    ``tiles`` tiles of ``columns`` codes a warp."""
+
+    splits: int
+    stages: int
+    ctas: int
+    warps: int
+    columns: int
+    tiles: int
+
+    def text(self) -> str:
+        """For people."""
+        return f"two launches: {self.splits} programs a row score, {self.ctas} select"
+
+
+def serves(request: KernelRequest) -> bool:
+    """Whether the kernels can compute the request, on Hopper: sizes, types, strides."""
+    q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
+    table = request.tensors.get("block_table")
+    heads, width = q.shape[-2:]
+    total = keys.shape[1] if table is None else table.shape[1] * keys.shape[1]
+    types = {("bfloat16", "bfloat16"), ("float8_e4m3fn", "uint8")}
+    paged = table is not None and keys.shape[1] == PAGE
+    return (
+        request.tensors.get("mask") is None
+        and (q.dtype, keys.dtype) in types
+        and (paged or (table is None and keys.dtype == "bfloat16" and total % PAGE == 0))
+        and width == WIDTH
+        and heads in (16, 32, 64, 128)
+        and tuple(keys.stride) == (keys.shape[1] * keys.shape[2], keys.shape[2], 1)
+        and keys.aligned
+        and q.stride[-1] == 1
+        and 0 < q.shape[0] * q.shape[1] <= MOST_ROWS
+        and total > 0
+        and 0 < int(request.attributes["k"]) <= 8192
+        and weights.dtype in ("float32", "bfloat16", "float16")
+    )
+
+
+def wins(request: KernelRequest) -> bool:
+    """Whether this is the fastest form: on Hopper, wherever it serves."""
+    return is_hopper(request.target)
+
+
+def division(rows: int, total: int, target: str) -> Division:
+    """How ``rows`` rows of ``total`` keys are divided. All programs of a selection that meets run at once."""
+    pages = total // PAGE
+    splits = max(min(programs_at_once(target, PROGRAMS) // rows, pages), min(pages // PAGES_EACH, MOST_SHORT), 1)
+    splits = 1 << (splits.bit_length() - 1)
+    # Few rows leave multiprocessors idle; shorter slices pay there until meeting costs more than they save.
+    slice_ = 4096 if rows <= 2 and total <= 32768 else 8192 if total <= 131072 else 16384
+    ctas = 1 if total <= ALONE else padded(ceil_div(total, slice_))
+    ctas = min(ctas, max(programs_at_once(target, 1) // rows, 1), MOST_CTAS)
+    return _division(splits, min(ceil_div(pages, splits), STAGES), 1 << (ctas.bit_length() - 1), total)
+
+
+def _division(splits: int, stages: int, ctas: int, total: int) -> Division:
+    columns = max(padded(ceil_div(total, ctas * WARPS)), 32 * EACH)
+    columns = columns if columns <= HELD else TILE
+    return Division(splits, stages, ctas, WARPS, columns, ceil_div(total, ctas * WARPS * columns))
+
+
+def build(request: KernelRequest, *, ctas: int | None = None) -> KernelModule:
+    """Needs ``serves(request)``. ``ctas`` overrides how many programs select from a row, a power of two."""
+    q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
+    lengths, table = request.tensors.get("lengths"), request.tensors.get("block_table")
+    batch, tokens, heads = q.shape[:3]
+    rows = batch * tokens
+    total = keys.shape[1] if table is None else table.shape[1] * PAGE
+    quantised = keys.dtype == "uint8"
+    by_rows = bool(request.attributes.get("rows", False))
+    plan = division(rows, total, request.target)
+    if ctas is not None:
+        plan = _division(plan.splits, plan.stages, ctas, total)
+    words = 0 if plan.ctas == 1 else HEADER + 2 * plan.ctas + LEVELS * COUNTERS
+    length_stride = 0 if lengths is None or lengths.shape in ((), (1,)) else lengths.stride[0]
+    table_stride = (0, 0) if table is None else table.stride
+    score: dict[str, Any] = {
+        "S": tokens,
+        "T": total,
+        "H": heads,
+        "SCALE": float(request.attributes["scale"]),
+        "Q_STRIDE": q.stride,
+        "WEIGHT_STRIDE": weights.stride,
+        "LENGTH_STRIDE": length_stride,
+        "TABLE_STRIDE": table_stride,
+        "PAGED": table is not None,
+        "QUANTISED": quantised,
+        "SPLITS": plan.splits,
+        "PAGES": 1,
+        "STAGES": plan.stages,
+        "STATE": words,
+    }
+    select: dict[str, Any] = {
+        "S": tokens,
+        "T": total,
+        "K": int(request.attributes["k"]),
+        "LENGTH_STRIDE": length_stride,
+        "TABLE_STRIDE": table_stride if by_rows else (0, 0),
+        "SPLITS": plan.splits,
+        "CTAS": plan.ctas,
+        "EACH": EACH,
+        "COLUMNS": plan.columns,
+        "TILES": plan.tiles,
+        "STATE": words,
+    }
+    score_options = {"num_warps": 4, "maxnreg": 64 if heads <= 64 else 96, "launch_pdl": True}
+    select_options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": True}
+    if plan.ctas > 1:
+        select_options["launch_cooperative_grid"] = True
+    constants = {
+        "route": plan.text(),
+        "codes": (rows, total),
+        "peaks": (rows, plan.splits),
+        "state": (rows, words),
+        "candidates": (rows, plan.ctas * CANDIDATES if plan.ctas > 1 else 0),
+        "kept": (rows, total if plan.tiles > 1 else 0),
+        "picked": (batch, tokens, select["K"]),
+        "rows": by_rows,
+        "score_grid": (rows * plan.splits,),
+        "select_grid": (rows * plan.ctas,),
+        "score_rows": score,
+        "score_options": score_options,
+        "select_codes": select,
+        "select_options": select_options,
+    }
+    text = render("lightning_indexer_split", constants)
+    scratch = dict.fromkeys(("codes", "peaks", "state"), "int32")
+    operands: dict[str, TensorSpec | str | None] = {
+        "q": q,
+        "weights": weights,
+        "lengths": lengths,
+        "block_table": table,
+        **scratch,
+    }
+    scoring = with_tiles(ahead_of_time("score_rows", operands, score, score_options), quantised)
+    selecting = ahead_of_time(
+        "select_codes",
+        {
+            "codes": "int32",
+            "peaks": "int32",
+            "lengths": lengths,
+            "block_table": table if by_rows else None,
+            "state": "int32",
+            "candidates": "int32",
+            "kept": "int32",
+            "picked": "int32",
+        },
+        select,
+        select_options,
+    )
+    return KernelModule(text, (scoring, selecting), route=plan.text())
+
+
+def with_tiles(launch: KernelLaunch, quantised: bool) -> KernelLaunch:
+    """The launch with its descriptors of the cache in front: pages of keys, and of scales where there are any."""
+    keys = shared_tile("fp8e4nv" if quantised else "bf16", [PAGE, WIDTH], 128, 8 if quantised else 16)
+    signature, constants = {"tiles": keys}, dict(launch.constants)
+    if quantised:
+        signature["scale_rows"] = shared_tile("fp32", [1, PAGE], 0, 32)
+    else:
+        constants["scale_rows"] = None
+    return KernelLaunch(launch.function, signature | launch.signature, constants, launch.divisible, launch.options)
+
+
+def shared_tile(dtype: str, block: list[int], swizzle: int, bits: int) -> str:
+    """The type of a descriptor of ``block`` tiles as Triton spells it."""
+    layout = f"NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={bits}, rank={len(block)})"
+    return f"tensordesc<{dtype}{block},{layout}>"

@@ -1,0 +1,272 @@
+"""The selection of ``lightning_indexer_split`` on the CPU: its text runs over numpy stand-ins for Gluon, a thread a
+program, so that ranks, ties, packing and what programs tell one another are checked where no GPU is."""
+
+import re
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kimigraph.codegen import cross_compile_worker
+
+TEMPLATES = Path(cross_compile_worker.__file__).parent / "templates"
+PARTS = ("score_window", "row_histogram", "row_slices", "row_candidates", "row_listing", "indexer_selection")
+TYPES = {"int32": np.int32, "uint32": np.uint32, "int64": np.int64, "uint64": np.uint64}
+LIST, LABELS = 4, 132  # where the shared list's values and labels begin
+
+
+def typed(value, like):
+    """A Python number takes the type of the tensor it meets."""
+    return np.asarray(value).astype(np.int32 if like.dtype == np.bool_ else like.dtype)
+
+
+class Value:
+    """A tensor or scalar of the language: wraps around, and int32 with uint32 gives uint32."""
+
+    def __init__(self, array):
+        self.array = np.asarray(array)
+
+    def combine(self, other, function, swapped=False):
+        if isinstance(other, Pointer):
+            return NotImplemented
+        a = self.array
+        b = other.array if isinstance(other, Value) else typed(other, a)
+        if (a.dtype == np.bool_) != (b.dtype == np.bool_):
+            a, b = (x.astype(np.int32) if x.dtype == np.bool_ else x for x in (a, b))
+        if a.dtype != b.dtype:
+            mixed = {a.dtype, b.dtype} == {np.dtype(np.int32), np.dtype(np.uint32)}
+            wide = np.uint32 if mixed else np.promote_types(a.dtype, b.dtype)
+            a, b = a.astype(wide), b.astype(wide)
+        with np.errstate(over="ignore"):
+            return Value(function(b, a) if swapped else function(a, b))
+
+    def __bool__(self):
+        return bool(self.array)
+
+    def __index__(self):
+        return int(self.array)
+
+    def __hash__(self):
+        return id(self)
+
+    def to(self, dtype, bitcast=False):
+        array = self.array
+        return Value(array.view(TYPES[dtype]) if bitcast else array.astype(TYPES[dtype]))
+
+
+OPERATORS = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": np.floor_divide, "mod": np.mod,
+    "lshift": np.left_shift, "rshift": np.right_shift, "and": np.bitwise_and, "or": np.bitwise_or, "lt": np.less,
+    "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+}  # fmt: skip
+for name, function in OPERATORS.items():
+    setattr(Value, f"__{name}__", lambda a, b, function=function: a.combine(b, function))
+    setattr(Value, f"__r{name}__", lambda a, b, function=function: a.combine(b, function, swapped=True))
+
+
+class Pointer:
+    """Places in a memory of int32."""
+
+    def __init__(self, memory, offset=0):
+        self.memory, self.offset = memory, offset
+
+    def __add__(self, other):
+        return Pointer(self.memory, self.offset + (other.to("int64") if isinstance(other, Value) else other))
+
+    __radd__ = __add__
+
+    def places(self, mask):
+        offset = self.offset.array if isinstance(self.offset, Value) else np.asarray(self.offset)
+        chosen = mask.array if isinstance(mask, Value) else np.asarray(True if mask is None else mask)
+        chosen = np.broadcast_to(chosen, offset.shape).astype(bool)
+        assert np.all((offset[chosen] >= 0) & (offset[chosen] < len(self.memory)))
+        return offset, chosen
+
+
+def where(condition, a, b):
+    like = a if isinstance(a, Value) else b if isinstance(b, Value) else Value(np.int32(0))
+    return Value(np.where(condition.array, *(like.combine(x, lambda _, x: x).array for x in (a, b))))
+
+
+def load(pointer, mask=None, other=0, cache_modifier=""):
+    offset, chosen = pointer.places(mask)
+    assert cache_modifier == ".cg"  # an earlier launch wrote it, or another program
+    return Value(np.where(chosen, pointer.memory[np.where(chosen, offset, 0)], np.int32(other)))
+
+
+def store(pointer, value, mask=None):
+    offset, chosen = pointer.places(mask)
+    written = offset[chosen]
+    assert len(np.unique(written)) == written.size
+    pointer.memory[written] = np.broadcast_to(value.array, offset.shape)[chosen].astype(np.int64).astype(np.int32)
+
+
+def language(program, arrivals_lock):
+    """Stand-ins for a program (``program.number``, ``program.warps``); its shared memory lives in here."""
+    counts, words = np.full(4128, -7, np.int32), np.full(260, -7, np.int32)
+
+    def add_up(x, axis):
+        return Value(np.sum(x.array, axis=axis, dtype=x.array.dtype))
+
+    def held_once(x):
+        assert x.array.size >= 32 * program.warps  # else several threads hold, and do, the same
+        return x.array
+
+    def append(value, label, joins):
+        joins = held_once(joins) != 0
+        values, labels = (np.broadcast_to(x.array, joins.shape)[joins] for x in (value, label))
+        first = words[0]
+        assert first + len(values) <= 128
+        words[LIST + first : LIST + first + len(values)] = values[::-1]  # in no particular order
+        words[LABELS + first : LABELS + first + len(values)] = labels[::-1]
+        words[0] += len(values)
+
+    def atomic_add(pointer, value, mask, sem):
+        offset, chosen = pointer.places(mask)
+        with arrivals_lock:
+            np.add.at(pointer.memory, offset[chosen], value.array[chosen])
+
+    def arrive_and_wait(arrivals, target):
+        offset, _ = arrivals.places(None)
+        with arrivals_lock:
+            arrivals.memory[offset] += 1
+        end = time.monotonic() + 20
+        while arrivals.memory[offset] < int(target):
+            assert time.monotonic() < end, "programs wait for one another forever"
+            time.sleep(1e-4)
+
+    gl = SimpleNamespace(
+        **{name: name for name in TYPES}, constexpr=object, BlockedLayout=lambda *_: None,
+        SliceLayout=lambda *_: None, num_warps=lambda: program.warps, static_range=range,
+        program_id=lambda _: Value(np.int32(program.number)), load=load, store=store, atomic_add=atomic_add,
+        arange=lambda first, end, layout: Value(np.arange(first, end, dtype=np.int32)), where=where, sum=add_up,
+        expand_dims=lambda x, axis: Value(np.expand_dims(x.array, axis)), convert_layout=lambda x, _: x,
+        zeros_like=lambda x: Value(np.zeros_like(x.array)),
+        full=lambda shape, value, dtype, layout: Value(np.full(shape, value).astype(TYPES[dtype])),
+        to_tensor=lambda x: x if isinstance(x, Value) else Value(np.int32(x)),
+        associative_scan=lambda x, axis, _: Value(np.cumsum(x.array, axis=axis, dtype=x.array.dtype)),
+        max=lambda x, axis: Value(np.max(x.array, axis=axis)), min=lambda x, axis: Value(np.min(x.array, axis=axis)),
+        reduce=lambda pair, axis, _: tuple(add_up(x, axis) for x in pair),
+        minimum=lambda a, b: a.combine(b, np.minimum), maximum=lambda a, b: a.combine(b, np.maximum),
+    )  # fmt: skip
+    return {
+        "gl": gl,
+        "tl": SimpleNamespace(**{**vars(gl), "debug_barrier": lambda: None}),
+        "declare_counts": lambda: None,
+        "let_next_launch_start": lambda: None,
+        "wait_for_earlier_launch": lambda: None,
+        "arrive_and_wait": arrive_and_wait,
+        "count": lambda place: np.add.at(counts, held_once(place), 1),
+        "get_counts": lambda place: Value(counts[place.array]),
+        "get_two_counts": lambda place: Value(counts[place.array]),
+        "set_counts": lambda place, number: counts.__setitem__(place.array, number.array),
+        "set_count": lambda place, number: counts.__setitem__(
+            place.array, np.broadcast_to(number.array, place.array.shape)
+        ),
+        "empty_list": lambda: words.__setitem__(0, 0),
+        "append": append,
+        "listed": lambda place: Value(words[LIST + place.array]),
+        "listed_labels": lambda place: Value(words[LABELS + place.array]),
+    }
+
+
+def selection(number, warps, lock):
+    """``select_codes`` for one program."""
+    names: dict[str, Any] = language(SimpleNamespace(number=number, warps=warps), lock)
+    texts = [(part, (TEMPLATES / f"{part}.py").read_text(encoding="utf-8")) for part in PARTS]
+    scores = (TEMPLATES / "indexer_scores.py").read_text(encoding="utf-8")
+    limit = re.search(r"^def row_limit\(.*?(?=^@)", scores, flags=re.DOTALL | re.MULTILINE)
+    assert limit is not None
+    for part, text in [("indexer_scores", limit.group(0)), *texts]:
+        text = re.sub(
+            r"^(from [^\n]*\(\n.*?\n\)|(from|import) [^\n]*|@(gluon|triton)\.jit)\n",
+            "",
+            text,
+            flags=re.DOTALL | re.MULTILINE,
+        )
+        exec(compile(text, part, "exec"), names)
+    return names["select_codes"]
+
+
+def select(codes, peaks, lengths, table, k, warps, ctas, columns, tiles):
+    """All programs of all rows; memory that the launch finds holds rubbish, but for ``state``."""
+    rows, total = codes.shape
+    memory = codes.view(np.int32).flatten()
+    words = 32 + 2 * ctas + 4 * 4096
+    state, picked = np.zeros(rows * words, np.int32), np.full(rows * k, -99, np.int32)
+    candidates, kept = np.full(rows * 128 * ctas, 5, np.int32), np.full(rows * total, 5, np.int32)
+    pages = None if table is None else Pointer(table.flatten())
+    lock, failures = threading.Lock(), []
+
+    def run(number):
+        buffers = (Pointer(x) for x in (state, candidates, kept, picked))
+        arguments = (Pointer(memory), Pointer(peaks.flatten()), Pointer(lengths), pages, *buffers)
+        constants = (1, total, k, 1, (total // 64, 1), peaks.shape[1], ctas, 8, columns, tiles, words)
+        try:
+            selection(number, warps, lock)(*arguments, *constants)
+        except BaseException as error:
+            failures.append(error)
+
+    for row in range(rows):
+        threads = [threading.Thread(target=run, args=(row * ctas + part,)) for part in range(ctas)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise failures[0]
+    return picked.reshape(rows, k)
+
+
+def wanted(codes, lengths, table, k):
+    rows = []
+    for row, limit in enumerate(lengths):
+        order = np.lexsort((np.arange(limit), -codes[row, :limit].astype(np.int64)))
+        order = np.sort(order[codes[row, order] > 0][:k])
+        listed = order if table is None else table[row, order // 64] * 64 + order % 64
+        rows.append(np.concatenate([listed, np.full(k - len(order), -1)]))
+    return np.stack(rows)
+
+
+def rows_of(kind, total, generator):
+    normal = generator.standard_normal((2, total))
+    return {
+        "gaussian": lambda: normal,
+        "equal": lambda: np.full((2, total), 1.5),
+        "half zeros": lambda: np.maximum(normal, 0),
+        "mostly negative": lambda: -np.maximum(normal, 0),
+        "two values": lambda: generator.choice([1.0, 1.0078125], size=(2, total)),
+        "outliers": lambda: np.where(generator.random((2, total)) < 0.002, 1e20, 1 + np.round(normal) / 128),
+        "tiny": lambda: np.where(generator.random((2, total)) < 0.001, 1e5, normal * 1e-30),
+        "ascending": lambda: np.sort(normal, 1),
+    }[kind]().astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("total", "warps", "ctas", "columns", "tiles"),
+    [(2048, 2, 1, 1024, 1), (4096, 16, 2, 256, 1), (4096, 2, 1, 512, 4), (4096, 2, 4, 256, 2)],
+)
+@pytest.mark.parametrize(
+    "kind", ["gaussian", "equal", "half zeros", "mostly negative", "two values", "outliers", "tiny", "ascending"]
+)
+def test_rows_are_cut_exactly(total, warps, ctas, columns, tiles, kind):
+    generator = np.random.default_rng(len(kind) + total + ctas)
+    scores = rows_of(kind, total, generator)
+    bits = (scores + np.float32(0)).view(np.uint32)
+    codes = np.where(bits >> 31, ~bits, bits ^ np.uint32(1 << 31)).astype(np.uint32)
+    codes[:, 128:192] = 0  # a page that is not there
+    for k in (1, 40, 700):
+        for lengths in ([total, total - 77], [k, k - 1], [300, 0]):
+            lengths = np.array(lengths, np.int32)
+            given, peaks = codes.copy(), np.zeros((2, 4), np.int32)
+            for row, limit in enumerate(lengths):
+                seen = -(-limit // 64) * 64
+                given[row, limit:seen], given[row, seen:] = 0, generator.integers(0, 1 << 32, total - seen)
+                peaks[row, 2] = np.abs(scores[row, :limit]).max(initial=0).view(np.int32)
+            table = generator.permutation(total // 32).reshape(2, -1).astype(np.int32) if k == 40 else None
+            picked = select(given, peaks, lengths, table, k, warps, ctas, columns, tiles)
+            assert np.array_equal(picked, wanted(given, lengths, table, k)), (k, lengths)
