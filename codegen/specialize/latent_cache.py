@@ -55,3 +55,8 @@ def part(whole: TensorSpec, dtype: str, size: int, columns: tuple[int, int]) -> 
 def optional(whole: TensorSpec, dtype: str, size: int, columns: tuple[int, int] | None) -> TensorSpec | None:
     """The same where there may be no such columns."""
     return None if columns is None else part(whole, dtype, size, columns)
+
+
+def length_stride(lengths: TensorSpec | None) -> int:
+    """Elements between the lengths of two sequences: 0 where one serves all."""
+    return lengths.stride[0] if lengths is not None and lengths.shape and lengths.shape[0] > 1 else 0

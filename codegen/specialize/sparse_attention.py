@@ -6,21 +6,22 @@ One launch on Hopper at the published sizes; plain Triton, in one launch or two,
 from typing import Any
 
 from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
-from kimigraph.codegen.specialize import sparse_attention_hopper
-from kimigraph.codegen.specialize.latent_cache import cache_parts
-from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, needed, padded, refuse, render
+from kimigraph.codegen.specialize import sparse_attention_gluon
+from kimigraph.codegen.specialize.latent_cache import cache_parts, length_stride
+from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, is_hopper, needed, padded, refuse, render
 
 PROGRAMS = 128  # about one a streaming multiprocessor: fewer leave some idle, more only add partial results
 MOST_SPLITS = 64
 ACCUMULATORS = 64 * 512  # fp32 output tile of one program: half of the register file of one SM
 SHARED_BYTES = 224 * 1024  # queries and gathered rows of one program; an SM of sm_90 has 227 KiB
 MERGE_TILE = 8192
+LEAST_HEADS = 17
 
 
-def tile(request: KernelRequest, rows: int, paged: bool, itemsize: int) -> tuple[dict[str, int], int]:
+def tile(request: KernelRequest, rows: int, picks: int, paged: bool, itemsize: int) -> tuple[dict[str, int], int]:
     """Heads, latent columns, rope columns and picks that a program holds at once, and the loads it keeps in flight."""
     heads, width = needed(request, "q_latent").shape[-2:]
-    q_rope, picks = request.tensors.get("q_rope"), needed(request, "indices").shape[-1]
+    q_rope = request.tensors.get("q_rope")
     block_l, block_r = padded(width, 16), padded(0 if q_rope is None else q_rope.shape[-1], 16)
     # fp32 products keep their operands in registers. From 17 heads on a 16-bit tile fills a warp-group product.
     most_heads = max(ACCUMULATORS // block_l // (1 if itemsize == 2 else 4), 16)
@@ -51,20 +52,28 @@ def split(rows: int, picks: int, block_k: int, splits: int | None) -> tuple[int,
 
 
 def build(request: KernelRequest, *, splits: int | None = None, programs: int | None = None) -> KernelModule:
-    """Absorbed queries ``[B, S, H, L]`` over listed rows.
+    """Absorbed queries ``[B, S, H, L]`` over listed rows, or without ``indices`` over all visible ones.
 
-    ``splits`` overrides the number of programs a list of the plain kernel; ``programs`` asks for the kernel of one
-    launch, with that many, wherever it can serve.
+    ``splits`` overrides the number of programs a query of the plain kernel; ``programs`` asks for the kernel of
+    specialised warps, with that many, wherever it can serve.
     """
-    if sparse_attention_hopper.serves(request) and (programs is not None or sparse_attention_hopper.wins(request)):
-        return sparse_attention_hopper.build(request, programs=programs)
+    if request.op == "sparse_attention":
+        needed(request, "indices")
+    if sparse_attention_gluon.serves(request) and (programs is not None or wins(request)):
+        return sparse_attention_gluon.build(request, programs=programs)
     return build_plain(request, splits)
+
+
+def wins(request: KernelRequest) -> bool:
+    """Whether specialised warps are the faster form: on Hopper, with heads enough to fill a product of 64 rows."""
+    return is_hopper(request.target) and needed(request, "q_latent").shape[2] >= LEAST_HEADS
 
 
 def build_plain(request: KernelRequest, splits: int | None) -> KernelModule:
     """Any sizes that fit a tile."""
-    q_latent, indices = needed(request, "q_latent"), needed(request, "indices")
-    q_rope, table = (request.tensors.get(name) for name in ("q_rope", "block_table"))
+    q_latent = needed(request, "q_latent")
+    names = ("q_rope", "indices", "lengths", "block_table", "sink")
+    q_rope, indices, lengths, table, sink = (request.tensors.get(name) for name in names)
     latent, rope, scales, columns = cache_parts(request)
     batch, tokens, heads, width = q_latent.shape
     rope_width = 0 if q_rope is None else q_rope.shape[-1]
@@ -72,13 +81,13 @@ def build_plain(request: KernelRequest, splits: int | None) -> KernelModule:
         q_rope = rope = None
     page = latent.shape[1] if table is not None else 0
     total = latent.shape[1] if table is None else table.shape[1] * page
-    picks = indices.shape[-1]
+    picks = total if indices is None else indices.shape[-1]
     dtypes = {spec.dtype for spec in (q_latent, q_rope, latent, rope) if spec is not None}
     if scales is not None:
         dtypes = dtypes - {"uint8"} | {"bfloat16"}
     mixed = len(dtypes) > 1
     itemsize = 4 if mixed or "float32" in dtypes else 2
-    blocks, stages = tile(request, batch * tokens, table is not None, itemsize)
+    blocks, stages = tile(request, batch * tokens, picks, table is not None, itemsize)
     groups = ceil_div(heads, blocks["BLOCK_H"])
     parts, each = split(batch * tokens * groups, picks, blocks["BLOCK_K"], splits)
     attend: dict[str, Any] = {
@@ -96,7 +105,8 @@ def build_plain(request: KernelRequest, splits: int | None) -> KernelModule:
         "ROPE_STRIDE": (0, 0, 0) if rope is None else rope.stride,
         "SCALE_STRIDE": (0, 0, 0) if scales is None else scales.stride,
         "SCALED": 0 if scales is None else width // scales.shape[-1],
-        "INDEX_STRIDE": indices.stride,
+        "INDEX_STRIDE": (0, 0, 0) if indices is None else indices.stride,
+        "LENGTH_STRIDE": length_stride(lengths),
         "TABLE_STRIDE": (0, 0) if table is None else table.stride,
         "SPLITS": parts,
         "SPLIT": each,
@@ -117,6 +127,8 @@ def build_plain(request: KernelRequest, splits: int | None) -> KernelModule:
         "attend_options": attend_options,
         "merge_splits": merge,
         "columns": columns,
+        "listed": indices is not None,
+        "route": f"plain, {blocks['BLOCK_H']} heads and {parts} programs a query token",
     }
     operands: dict[str, TensorSpec | str | None] = {
         "q_latent": q_latent,
@@ -126,6 +138,8 @@ def build_plain(request: KernelRequest, splits: int | None) -> KernelModule:
         "scales": scales,
         "indices": indices,
         "block_table": table,
+        "sink": sink,
+        "lengths": lengths,
         "out": q_latent.dtype if merge is None else "float32",
         "out_lse": "float32",
     }
@@ -137,6 +151,7 @@ def build_plain(request: KernelRequest, splits: int | None) -> KernelModule:
         results: dict[str, TensorSpec | str | None] = {
             "parts": "float32",
             "part_lse": "float32",
+            "sink": sink,
             "out": q_latent.dtype,
             "out_lse": "float32",
         }

@@ -23,6 +23,18 @@ def row_offsets(block_table, sequence, index, T: tl.constexpr, TABLE_STRIDE: tl.
     return page, slot, exists
 
 
+@triton.jit
+def listed_id(
+    position, wins, block_table, sequence, TABLE_STRIDE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr
+):
+    """What an indexer lists for a position: itself, or with ROWS the row of the flattened pages."""
+    listed = position
+    if ROWS:
+        entry = block_table + sequence * TABLE_STRIDE[0] + (position // PAGE).to(tl.int64) * TABLE_STRIDE[1]
+        listed = tl.load(entry, mask=wins, other=0).to(tl.int32) * PAGE + position % PAGE
+    return listed
+
+
 def cache_parts(latent, rope, columns):
     """Views of a cache whose rows hold several parts: latent (bytes when quantised), rope part and fp32 scales.
 

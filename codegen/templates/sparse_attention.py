@@ -1,8 +1,8 @@
 # pyright: basic
 # Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
-"""Absorbed MLA attention over listed cache rows: split along the list, then merged.
+"""Absorbed MLA attention over cache rows, listed or all that are visible: split along the rows, then merged.
 
-``attend_split`` runs an online softmax (base 2) over one part of the list and writes its normalised output with its
+``attend_split`` runs an online softmax (base 2) over one part of the rows and writes its normalised output with its
 log-sum-exp; ``merge_splits`` weighs the parts. With one part the first launch writes the result itself.
 """
 
@@ -22,6 +22,15 @@ CONSTANTS: dict[str, Any] = {}
 
 
 @triton.jit
+def with_sink(total, base, sink, head, H: tl.constexpr):
+    """The sum of weights relative to ``base`` (base 2), with a sink's added where there is one."""
+    if sink is not None:
+        logit = tl.load(sink + head, mask=head < H, other=float("-inf")).to(tl.float32)
+        total = total + tl.exp2(logit * 1.4426950408889634 - base)
+    return total
+
+
+@triton.jit
 def attend_split(
     q_latent,
     q_rope,
@@ -30,6 +39,8 @@ def attend_split(
     scales,
     indices,
     block_table,
+    sink,
+    lengths,
     out,
     out_lse,
     S: tl.constexpr,
@@ -47,6 +58,7 @@ def attend_split(
     SCALE_STRIDE: tl.constexpr,
     SCALED: tl.constexpr,
     INDEX_STRIDE: tl.constexpr,
+    LENGTH_STRIDE: tl.constexpr,
     TABLE_STRIDE: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -57,7 +69,7 @@ def attend_split(
     UPCAST: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """One part of one index row for BLOCK_H heads; the gathered latent tile serves as keys and as values."""
+    """One part of the rows of one query for BLOCK_H heads; the gathered latent tile serves as keys and as values."""
     part = tl.program_id(0) % SPLITS
     row = (tl.program_id(0) // SPLITS).to(tl.int64)
     sequence = row // S
@@ -79,13 +91,22 @@ def attend_split(
         )
         if UPCAST:
             turned = turned.to(tl.float32)
-    index_row = indices + sequence * INDEX_STRIDE[0] + token * INDEX_STRIDE[1]
+    if indices is not None:
+        index_row = indices + sequence * INDEX_STRIDE[0] + token * INDEX_STRIDE[1]
+    end = SPLIT
+    limit = K
+    if lengths is not None:
+        limit = tl.minimum(K, tl.load(lengths + sequence * LENGTH_STRIDE).to(tl.int32) + token.to(tl.int32))
+        end = tl.minimum(SPLIT, limit - part * SPLIT)
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_L], tl.float32)
-    for start in range(0, SPLIT, BLOCK_K):
+    for start in range(0, end, BLOCK_K):
         pick = part * SPLIT + start + tl.arange(0, BLOCK_K)
-        index = tl.load(index_row + pick * INDEX_STRIDE[2], mask=pick < K, other=-1)
+        if indices is not None:
+            index = tl.load(index_row + pick * INDEX_STRIDE[2], mask=pick < K, other=-1)
+        else:
+            index = tl.where(pick < limit, pick, -1)
         page, slot, exists = row_offsets(block_table, sequence, index, T, TABLE_STRIDE, PAGE)
         values = tl.load(
             latent + (page * LATENT_STRIDE[0] + slot * LATENT_STRIDE[1])[:, None] + column[None, :] * LATENT_STRIDE[2],
@@ -121,7 +142,8 @@ def attend_split(
         mixed = tl.dot(weight.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
         peak = new_peak
     seen = total > 0.0
-    result = tl.where(seen[:, None], mixed / tl.where(seen, total, 1.0)[:, None], 0.0)
+    whole = with_sink(total, peak, sink, head, H) if SPLITS == 1 else total
+    result = tl.where(seen[:, None], mixed / tl.where(seen, whole, 1.0)[:, None], 0.0)
     lse = tl.where(seen, peak + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
     head_row = (row * SPLITS + part) * H + head
     tl.store(out + head_row[:, None] * L + column[None, :], narrow(result, out, INTERPRET), mask=in_latent)
@@ -133,6 +155,7 @@ def attend_split(
 def merge_splits(
     parts,
     part_lse,
+    sink,
     out,
     out_lse,
     H: tl.constexpr,
@@ -157,7 +180,7 @@ def merge_splits(
     weight = tl.exp2(lse - base[None, :])
     total = tl.sum(weight, 0)
     seen = total > 0.0
-    weight = weight / tl.where(seen, total, 1.0)[None, :]
+    weight = weight / tl.where(seen, with_sink(total, base, sink, head, H), 1.0)[None, :]
     values = tl.load(
         parts + source[:, :, None] * L + column[None, None, :],
         mask=(lse > float("-inf"))[:, :, None] & (column < L)[None, None, :],
@@ -172,27 +195,26 @@ def merge_splits(
         tl.store(out_lse + target, natural, mask=head < H)
 
 
-def launch(q_latent, q_rope, latent, rope, indices, block_table=None):
-    """The operator's tensors in schema order -> (out [B, S, H, L], lse fp32 [B, S, H])."""
+def launch(q_latent, q_rope, latent, rope, rows, block_table=None, sink=None):
+    """The operator's tensors in schema order -> (out [B, S, H, L], lse fp32 [B, S, H]).
+
+    ``rows`` are indices, or the lengths of the visible prefixes (or None) where all visible rows are attended to.
+    """
     out = torch.empty(CONSTANTS["out"], dtype=q_latent.dtype, device=q_latent.device)
     lse = torch.empty(CONSTANTS["lse"], dtype=torch.float32, device=q_latent.device)
     attend, merge = CONSTANTS["attend_split"], CONSTANTS["merge_splits"]
     latent, rope, scales = cache_parts(latent, rope, CONSTANTS["columns"])
+    indices, lengths = (rows, None) if CONSTANTS["listed"] else (None, rows)
+    operands = (q_latent, q_rope, latent, rope, scales, indices, block_table, sink, lengths)
     if INTERPRET:
         # The interpreter's products of 16-bit floats are wrong (bf16) or rounded (fp16).
         attend = {**attend, "UPCAST": True, "INTERPRET": True}
     if merge is None:
-        attend_split[CONSTANTS["attend_grid"]](
-            q_latent, q_rope, latent, rope, scales, indices, block_table, out, lse,
-            **attend, **CONSTANTS["attend_options"],
-        )  # fmt: skip
+        attend_split[CONSTANTS["attend_grid"]](*operands, out, lse, **attend, **CONSTANTS["attend_options"])
         return out, lse
     parts = torch.empty(CONSTANTS["parts"], dtype=torch.float32, device=q_latent.device)
     part_lse = torch.empty(CONSTANTS["part_lse"], dtype=torch.float32, device=q_latent.device)
-    attend_split[CONSTANTS["attend_grid"]](
-        q_latent, q_rope, latent, rope, scales, indices, block_table, parts, part_lse,
-        **attend, **CONSTANTS["attend_options"],
-    )  # fmt: skip
+    attend_split[CONSTANTS["attend_grid"]](*operands, parts, part_lse, **attend, **CONSTANTS["attend_options"])
     merge = {**merge, "INTERPRET": INTERPRET}
-    merge_splits[CONSTANTS["merge_grid"]](parts, part_lse, out, lse, **merge, **CONSTANTS["merge_options"])
+    merge_splits[CONSTANTS["merge_grid"]](parts, part_lse, sink, out, lse, **merge, **CONSTANTS["merge_options"])
     return out, lse

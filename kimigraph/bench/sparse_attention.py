@@ -1,4 +1,7 @@
-"""``kimigraph bench sfa``: absorbed attention of a decode step over 2048 listed fp8 rows; correctness first."""
+"""``kimigraph bench sfa``: absorbed attention of a decode step over 2048 listed fp8 rows; correctness first.
+
+Its points over all rows of a cache are in ``kimigraph.bench.latent_attention``.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,14 +10,18 @@ from typing import Any
 import torch
 
 from kimigraph.bench.kernels import kernel_for
-from kimigraph.bench.peers import ATTENTION_PEERS, PeerUnavailableError, adaptor
+from kimigraph.bench.peers import LISTED_PEERS, PeerUnavailableError, adaptor
 from kimigraph.bench.protocol import relative_error, sets_for_cold_cache, time_in_graph
 from kimigraph.ir.descriptors import LatentDescriptor
 from kimigraph.ir.errors import NumericsError
 
 LATENT, ROPE, ROW, PAGE = 512, 64, 656, 64
 PICKS = 2048
-POINTS = tuple((heads, batch) for heads in (64, 128) for batch in (1, 8, 64))
+POINTS = (
+    *((heads, batch, None) for heads in (64, 128) for batch in (1, 8, 64)),
+    *((32, batch, 8192) for batch in (8, 64)),
+)
+"""Heads, batch, and the context where all of it is attended to."""
 SCALE = (LATENT + ROPE) ** -0.5
 FORM = str(LatentDescriptor("contiguous", "float8_e4m3fn", LATENT, ROPE, 0, 1, 128, "scales_rope", "power2"))
 TOLERANCE = 4e-3
@@ -44,12 +51,19 @@ def inputs(heads: int, batch: int) -> AttentionInputs:
     rows = torch.empty(number, ROW, dtype=torch.uint8, device="cuda")
     for start in range(0, number, FILL):
         some = rows[start : start + FILL]
-        some[:, :LATENT] = torch.randn(len(some), LATENT, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
-        some[:, LATENT : LATENT + 16] = (torch.rand(len(some), 4, device="cuda") * 0.05 + 0.02).view(torch.uint8)
-        some[:, LATENT + 16 :] = torch.randn(len(some), ROPE, device="cuda").bfloat16().view(torch.uint8)
+        some.copy_(random_rows(len(some)))
     q = (torch.randn(batch, 1, heads, LATENT + ROPE, device="cuda") / 10).bfloat16()
     lists = torch.randperm(number, device="cuda")[: count * batch * PICKS].int().view(count, batch, 1, PICKS)
     return AttentionInputs(q, rows, lists.sort(dim=-1).values)
+
+
+def random_rows(number: int) -> torch.Tensor:
+    """Rows of 656 bytes: values, scales, rope part."""
+    rows = torch.empty(number, ROW, dtype=torch.uint8, device="cuda")
+    rows[:, :LATENT] = torch.randn(number, LATENT, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
+    rows[:, LATENT : LATENT + 16] = (torch.rand(number, 4, device="cuda") * 0.05 + 0.02).view(torch.uint8)
+    rows[:, LATENT + 16 :] = torch.randn(number, ROPE, device="cuda").bfloat16().view(torch.uint8)
+    return rows
 
 
 def expected(given: AttentionInputs, number: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,13 +76,23 @@ def expected(given: AttentionInputs, number: int, sequence: int) -> tuple[torch.
     return torch.softmax(logits, -1) @ latent, torch.logsumexp(logits, -1)
 
 
-def point(heads: int, batch: int, peers: Sequence[str]) -> dict[str, Any]:
+def point(heads: int, batch: int, context: int | None, peers: Sequence[str]) -> dict[str, Any]:
     """One shape: cold rows, one launch of ours a call."""
+    if context is None:
+        return listed_point(heads, batch, peers)
+    from kimigraph.bench import latent_attention
+
+    return latent_attention.point(heads, batch, context, peers)
+
+
+def listed_point(heads: int, batch: int, peers: Sequence[str]) -> dict[str, Any]:
+    """2048 rows of fp8 a sequence."""
     given = inputs(heads, batch)
     count = len(given.lists)
     names = ("q_latent", "q_rope", "latent", "rope", "indices", "block_table")
     tensors: dict[str, torch.Tensor | None] = dict(zip(names, given.operands(0), strict=True))
-    launch = kernel_for("sparse_attention", tensors, {"scale": SCALE, "descriptor": FORM}).launch
+    kernel = kernel_for("sparse_attention", tensors, {"scale": SCALE, "descriptor": FORM})
+    launch = kernel.launch
     errors: list[float] = []
     for number in (0, count - 1):
         out, lse = launch(*given.operands(number))
@@ -80,20 +104,29 @@ def point(heads: int, batch: int, peers: Sequence[str]) -> dict[str, Any]:
     flops = 2 * batch * PICKS * heads * (2 * LATENT + ROPE)
     floor = max(batch * PICKS * ROW / BYTES_AT_RATE, flops / FLOPS_AT_RATE)
     found: dict[str, Any] = {"heads": heads, "batch": batch, "floor_us": round(floor, 2), "peers": {}}
-    found["ours"] = {"us": time.as_dict(), "error": float(f"{max(errors):.3g}")}
-    for name in (name for name in ATTENTION_PEERS if name in peers):
+    found["ours"] = {"us": time.as_dict(), "error": float(f"{max(errors):.3g}"), "route": kernel.CONSTANTS["route"]}
+    found["peers"] = compare(
+        [name for name in peers if name in LISTED_PEERS],
+        lambda peer: peer.attention(given, SCALE),
+        time.median,
+        lambda result: relative_error(result[-1, 0], expected(given, 0, batch - 1)[0]),
+    )
+    return found
+
+
+def compare(
+    peers: Sequence[str], prepare: Callable[[Any], Any], ours: float, error: Callable[[torch.Tensor], float]
+) -> dict[str, Any]:
+    """Each peer's time, its ratio to ours and its first result's error, or why it has none."""
+    found: dict[str, Any] = {}
+    for name in peers:
         try:
-            calls, result = adaptor(name).attention(given, SCALE)
-            error = relative_error(result[-1, 0], expected(given, 0, batch - 1)[0])
-            other = time_in_graph(calls)
-            entry = {
-                "us": other.as_dict(),
-                "error": float(f"{error:.3g}"),
-                "ratio": round(other.median / time.median, 3),
-            }
-            found["peers"][name] = entry
+            calls, result = prepare(adaptor(name))
+            wrong, time = error(result), time_in_graph(calls)
+            ratio = round(time.median / ours, 3)
+            found[name] = {"us": time.as_dict(), "error": float(f"{wrong:.3g}"), "ratio": ratio}
         except PeerUnavailableError as reason:
-            found["peers"][name] = {"unavailable": str(reason)}
+            found[name] = {"unavailable": str(reason)}
     return found
 
 

@@ -16,16 +16,21 @@ def sparse_attention(
     *,
     scale: float,
     block_table: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    rows: bool = False,
     descriptor: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``kimigraph.ir.operators.sparse_attention``: softmax over the picked rows alone."""
+    if rows:
+        latent = latent.flatten(0, 1).unsqueeze(0)
+        rope = None if rope is None else rope.flatten(0, 1).unsqueeze(0)
     page = latent.shape[1]
     total = page if block_table is None else block_table.shape[1] * page
     valid = (indices >= 0) & (indices < total)
     logical = torch.where(valid, indices, 0).long()
     sequence = torch.arange(indices.shape[0], device=indices.device).view(-1, 1, 1)
     if block_table is None:
-        row = sequence * page + logical
+        row = logical if rows else sequence * page + logical
     else:
         block = block_table[sequence, logical // page].long() if total else torch.full_like(logical, -1)
         valid = valid & (block >= 0)
@@ -39,7 +44,8 @@ def sparse_attention(
         scores = scores + torch.einsum("bshr,bskr->bshk", q_rope.float(), _rows(rope, row, valid))
     scores = (scores * scale).masked_fill(~valid.unsqueeze(2), -math.inf)
     lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.where(lse.unsqueeze(-1).isneginf(), 0.0, torch.exp(scores - lse.unsqueeze(-1)))
+    whole = lse if sink is None else torch.logaddexp(lse, sink.float())
+    weights = torch.where(lse.unsqueeze(-1).isneginf(), 0.0, torch.exp(scores - whole.unsqueeze(-1)))
     out = torch.einsum("bshk,bskl->bshl", weights, values)
     return out.to(q_latent.dtype), lse
 
