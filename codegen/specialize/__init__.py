@@ -3,12 +3,32 @@
 from collections.abc import Callable
 
 from kimigraph.codegen.kernel import KernelModule, KernelRequest
-from kimigraph.codegen.specialize import kda_decode, kda_prefill, lightning_indexer, short_conv, sparse_attention
+from kimigraph.codegen.specialize import (
+    attention_residual,
+    cache_writers,
+    kda_decode,
+    kda_prefill,
+    kda_prefill_deltas,
+    lightning_indexer,
+    physical_rows,
+    residual_phases,
+    rms_norm,
+    short_conv,
+    sparse_attention,
+)
 
 BUILDERS: dict[str, Callable[[KernelRequest], KernelModule]] = {
+    "attention_residual": attention_residual.build,
+    "attention_residual_history": residual_phases.build_history,
+    "attention_residual_merge": residual_phases.build_merge,
+    "index_key_write": cache_writers.build_index_key,
     "kda_decode": kda_decode.build,
     "kda_prefill": kda_prefill.build,
+    "kda_prefill_deltas": kda_prefill_deltas.build,
+    "latent_attention": sparse_attention.build,
+    "latent_write": cache_writers.build_latent,
     "lightning_indexer": lightning_indexer.build,
+    "rms_norm": rms_norm.build,
     "short_conv": short_conv.build,
-    "sparse_attention": sparse_attention.build,
+    "sparse_attention": physical_rows.build_attention,
 }

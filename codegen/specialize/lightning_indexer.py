@@ -22,9 +22,20 @@ MOST_CODES = 1 << 27  # of the scores in memory at once, 512 MiB
 SELECT_BLOCK = 4096  # codes a step of the selection; the packed running counts need it below 2 ** 15
 
 
+FORMS = {
+    "two launches": lightning_indexer_split,
+    "one launch": lightning_indexer_hopper,
+    "slabs": lightning_indexer_prompt,
+    "running": lightning_indexer_prefill,
+}
+# What is chosen unasked, first come first served: forms whose present text has passed tests/gpu (decision 0007).
+PROVEN = ("one launch",)
+
+
 def build(
     request: KernelRequest,
     *,
+    form: str | None = None,
     select_block: int = SELECT_BLOCK,
     ctas: int | None = None,
     splits: int | None = None,
@@ -32,20 +43,19 @@ def build(
 ) -> KernelModule:
     """``[B, S, H, D]`` queries over ``[B, T, D]`` keys or pages, any sizes.
 
-    ``select_block`` codes make a selection step of the plain kernel, which keeps ``most_codes`` in memory. ``ctas``
-    programs that select from a row ask for Hopper's two launches for a few rows wherever these can serve, ``splits``
-    programs a row for the one launch.
+    ``form`` asks for one of ``FORMS`` by name, which must serve the request. ``select_block`` codes make a selection
+    step of the plain kernel, which keeps ``most_codes`` in memory; ``ctas`` programs select from a row in the form of
+    two launches, ``splits`` programs share a row in that of one.
     """
+    if (form == "two launches" or ctas is not None) and lightning_indexer_split.serves(request):
+        return lightning_indexer_split.build(request, ctas=ctas)
     if splits is not None and lightning_indexer_hopper.serves(request):
         return lightning_indexer_hopper.build(request, splits=splits)
-    if lightning_indexer_split.serves(request) and (ctas is not None or lightning_indexer_split.wins(request)):
-        return lightning_indexer_split.build(request, ctas=ctas)
-    if lightning_indexer_hopper.serves(request) and lightning_indexer_hopper.wins(request):
-        return lightning_indexer_hopper.build(request)
-    if lightning_indexer_prompt.serves(request) and lightning_indexer_prompt.wins(request):
-        return lightning_indexer_prompt.build(request)
-    if lightning_indexer_prefill.serves(request) and lightning_indexer_prefill.wins(request):
-        return lightning_indexer_prefill.build(request)
+    for name in PROVEN if form is None else (form,):
+        if FORMS[name].serves(request) and (form is not None or FORMS[name].wins(request)):
+            return FORMS[name].build(request)
+    if form is not None:
+        raise refuse(request, f"the form '{form}' does not serve these operands", "leave the form to the rule")
     return build_plain(request, select_block, most_codes)
 
 

@@ -169,4 +169,5 @@ def ahead_of_time(
         if given is not None
     }
     absent: dict[str, Any] = {name: None for name, given in arguments.items() if given is None}
-    return KernelLaunch(function, types, {**absent, **constants}, divisible=tuple(types), options=options)
+    divisible = tuple(name for name in types if getattr(arguments[name], "aligned", True))
+    return KernelLaunch(function, types, {**absent, **constants}, divisible, options)

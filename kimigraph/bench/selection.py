@@ -44,6 +44,7 @@ def line(point: dict[str, Any]) -> str:
     """A point for people."""
     shape = f"L {point['length']} k {point['k']}" if "length" in point else f"H {point['heads']}"
     shape = f"{point['rows']} rows {shape}" if "rows" in point else shape
+    shape = f"{shape} all of {point['context']} rows" if "context" in point else shape
     us = point["ours"]["us"]
     error = f", error {point['ours']['error']:.1e}" if "error" in point["ours"] else ""
     text = f"B {point['batch']} {shape}: {us['median']:.2f} us ({us['least']:.2f}-{us['most']:.2f}){error}"

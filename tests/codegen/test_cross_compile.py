@@ -5,7 +5,8 @@ import json
 import pytest
 
 from kimigraph.codegen import build_artifact
-from kimigraph.codegen.cross_compile import ahead_of_time_arch, compile_kernels
+from kimigraph.codegen.architecture import ahead_of_time_arch
+from kimigraph.codegen.cross_compile import compile_kernels
 from kimigraph.codegen.kernel import KernelLaunch, KernelModule
 from kimigraph.codegen.kernel_writer import KernelFile, KernelSet
 from kimigraph.ir.errors import CompileError, UsageError

@@ -14,7 +14,7 @@ import pytest
 from kimigraph.codegen import cross_compile_worker
 from kimigraph.codegen.host_half import host_half
 from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
-from kimigraph.codegen.specialize import BUILDERS, kda_prefill
+from kimigraph.codegen.specialize import BUILDERS, kda_prefill, lightning_indexer
 from kimigraph.ir.descriptors import IndexKeyDescriptor, LatentDescriptor
 from kimigraph.ir.env import compiler_environment
 from kimigraph.ir.errors import CompileError
@@ -136,6 +136,20 @@ def convolution() -> KernelRequest:
     return KernelRequest("short_conv", tensors, {"activation": True})
 
 
+def residual(tokens, sources, op="attention_residual"):
+    """Attention residuals of width 7168; of the history, eight queries."""
+    width = 7168
+    tensors = {f"sources_{number}": tensor(tokens, width) for number in range(sources)}
+    if op == "attention_residual_history":
+        tensors |= {f"{name}_{number}": tensor(width) for name in ("queries", "norm_weights") for number in range(8)}
+        return KernelRequest(op, tensors, {"eps": 1e-5}, "cuda:sm_90")
+    if op == "attention_residual_merge":
+        tensors = {"history": tensor(tokens, width, dtype="float32"), "lse": tensor(tokens, dtype="float32")}
+        tensors["partial"] = tensor(tokens, width)
+    tensors |= {name: tensor(width) for name in ("query", "norm_weight", "out_norm_weight")}
+    return KernelRequest(op, tensors, {"eps": 1e-5, "out_eps": 1e-5}, "cuda:sm_90")
+
+
 REQUESTS = {
     "indexer": indexer(),
     "indexer_paged": indexer(paged=True),
@@ -166,24 +180,40 @@ REQUESTS = {
     "prefill_packed": prefill(sequences=8),
     "prefill_unbounded": prefill(raw=False, lower_bound=None),
     "prefill_plain": prefill(target="cpu"),
+    "residual_b1_2": residual(1, 2),
+    "residual_b1_9": residual(1, 9),
+    "residual_b64_5": residual(64, 5),
+    "residual_b64_9": residual(64, 9),
+    "residual_many_2": residual(8192, 2),
+    "residual_many_5": residual(8192, 5),
+    "residual_many_9": residual(8192, 9),
+    "residual_history": residual(64, 8, op="attention_residual_history"),
+    "residual_merge": residual(64, 1, op="attention_residual_merge"),
     "short_conv": convolution(),
 }
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_kernel_can_be_launched_without_triton(name: str) -> None:
-    request = REQUESTS[name]
-    text = host_half("kernel_0", BUILDERS[request.op](request).text)
+    text = host_half("kernel_0", module_of(name).text)
     assert "def launch(" in text and "import triton" not in text
     ast.parse(text)
+
+
+def module_of(name: str) -> KernelModule:
+    request = REQUESTS[name]
+    if name.startswith("indexer_split"):
+        return lightning_indexer.build(request, form="two launches")
+    return BUILDERS[request.op](request)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, KernelModule]]:
     """All requests compiled by two worker processes: ``<directory>/<request>.<function>.{cubin,json}``."""
     directory = tmp_path_factory.mktemp("cubins")
-    modules = {name: BUILDERS[request.op](request) for name, request in REQUESTS.items()}
+    modules = {name: module_of(name) for name in REQUESTS}
     modules["prefill_deltas"] = kda_prefill.build(prefill(), deltas=True)
+    modules["indexer_one_launch"] = lightning_indexer.build(packed_indexer(1), splits=512)
     jobs: list[dict[str, Any]] = []
     for name, module in modules.items():
         (directory / f"{name}.py").write_text(module.text, encoding="utf-8")
@@ -210,6 +240,9 @@ def instructions(built: tuple[Path, dict[str, KernelModule]], name: str, functio
 
 
 SPILLS = {  # bytes a thread
+    "attention_warps_b64": 48,
+    "attention_warps_dense_fp8": 48,
+    "residual_many_9": 40,  # two programs a multiprocessor are worth more
     "kda_kv": 128,
     "kda_four_tokens": 64,
     "kda_gluon_b1": 48,
@@ -228,6 +261,14 @@ def test_registers_hold_what_a_thread_works_on(built, name):
         assert usage(built, name, launch.function)["stack_bytes"] <= SPILLS.get(name, 0)
 
 
+@pytest.mark.parametrize("name", [name for name in REQUESTS if name.startswith("residual")])
+def test_residuals_are_read_in_pieces_of_16_bytes(built, name):
+    (launch,) = built[1][name].launches
+    loads = [line for line in instructions(built, name, launch.function).splitlines() if "LDG" in line]
+    scalars = sum(".128" not in line for line in loads)
+    assert loads and scalars <= (1 if name == "residual_merge" else 0), "the merge reads one number besides"
+
+
 @pytest.mark.parametrize("name", ["indexer", "indexer_paged", "indexer_two_tokens"])
 def test_scores_use_warp_group_products_and_leave_room_for_four_programs(built, name):
     code = instructions(built, name, "score_keys")
@@ -242,6 +283,15 @@ def test_attention_uses_warp_group_products(built, name):
     code = instructions(built, name, "attend_split")
     assert "HGMMA" in code and "HMMA" not in code
     assert usage(built, name, "attend_split")["shared_memory"] <= 227 * 1024
+
+
+def test_four_programs_of_the_one_launch_indexer_fit_a_multiprocessor(built):
+    assert len(built[1]["indexer_one_launch"].launches) == 1
+    taken = usage(built, "indexer_one_launch", "index_and_select")
+    assert taken["launch_cooperative_grid"] and taken["stack_bytes"] == 0
+    assert taken["registers"] <= 128 and taken["shared_memory"] <= 56 * 1024
+    code = instructions(built, "indexer_one_launch", "index_and_select")
+    assert "UTMALDG" in code and "QGMMA" in code
 
 
 SPLIT_INDEXERS = [name for name in REQUESTS if name.startswith("indexer_split")]

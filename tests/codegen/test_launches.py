@@ -5,7 +5,7 @@ import operator
 import torch
 
 from kimigraph.codegen import build_artifact, count_launches
-from kimigraph.codegen.launches import graph_launches, is_view
+from kimigraph.ir.launches import graph_launches, is_view
 
 aten = torch.ops.aten
 

@@ -11,9 +11,11 @@ from safetensors.torch import save_file
 from kimigraph.codegen import build_artifact
 from kimigraph.codegen.kernel_writer import build_kernels
 from kimigraph.codegen.program_writer import ProgramTitle, program_text
+from kimigraph.codegen.self_test import reference_checksums
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.fake import infer
 from kimigraph.ir.manifest import verify_artifact
+from kimigraph.ir.regions import extract_region
 from kimigraph.ir.seeded import same_checksum, seeded_tensor
 
 GOLDEN = Path(__file__).with_name("linear_program.py.expected")
@@ -187,18 +189,49 @@ def test_names_from_outside_stay_inside_comments(toolbox, artifact_directory, ru
     assert result.returncode == 0, result.stderr
 
 
-def test_a_region_is_refused_with_the_pass_to_switch_off(toolbox):
-    child = torch.fx.symbolic_trace(torch.nn.ReLU())
-    program = toolbox.make_program([toolbox.spec("x", (2,))], lambda graph, x: [x])
-    graph = program.graph_module.graph
-    program.graph_module.add_submodule("region_0", child)
-    output = next(iter(reversed(graph.nodes)))
-    with graph.inserting_before(output):
-        region = graph.call_module("region_0", (next(iter(graph.nodes)),))
-    region.meta |= {"region": "pointwise", "val": next(iter(graph.nodes)).meta["val"]}
-    output.args = ((region,),)
-    with pytest.raises(CompileError, match=r"region_0.*--disable-pass fuse-pointwise"):
-        text_of(program)
+@pytest.mark.parametrize(
+    ("kind", "target", "said"),
+    [
+        ("chain", "cpu", r"region_0 is a chain region.*--disable-pass merge-superkernels"),
+        ("pointwise", "cpu", r"no kernel can be generated for this region.*mm.*--disable-pass fuse-pointwise"),
+    ],
+)
+def test_a_region_is_refused_with_the_pass_to_switch_off(toolbox, artifact_directory, kind, target, said):
+    program = toolbox.make_program(
+        [toolbox.spec("x", (2, 2))],
+        lambda graph, x: [graph.call_function(torch.ops.aten.mm.default, (x, x))],
+    )
+    graph_module = program.graph_module
+    [node] = [node for node in graph_module.graph.nodes if node.op == "call_function"]
+    extract_region(graph_module, [node], "region_0", kind)
+    with pytest.raises(CompileError, match=said):
+        build_artifact(program, target, artifact_directory, self_test=False)
+
+
+def test_regions_are_functions_of_a_reference_program(toolbox, artifact_directory, run_script):
+    """A region with one result and one that writes and gives several; the checksums are those of the flat graph."""
+
+    def build(graph, x, state):
+        half = graph.call_function(torch.ops.aten.mul.Tensor, (x, 0.5))
+        turned = graph.call_function(torch.ops.aten.sin.default, (half,))
+        total = graph.call_function(torch.ops.aten.add.Tensor, (turned, state))
+        graph.call_function(torch.ops.aten.copy_.default, (state, total))
+        return [total, graph.call_function(torch.ops.aten.cos.default, (total,))]
+
+    inputs = [toolbox.spec("x", (2, 3)), toolbox.spec("state", (2, 3), kind="cache", mutated=True)]
+    flat = toolbox.make_program(inputs, build)
+    wanted = reference_checksums(flat, 0)
+    program = toolbox.make_program(inputs, build)
+    nodes = [node for node in program.graph_module.graph.nodes if node.op == "call_function"]
+    extract_region(program.graph_module, nodes[:2], "pointwise_0", "pointwise")
+    extract_region(program.graph_module, nodes[2:], "pointwise_1", "pointwise")
+    manifest = build_artifact(program, "cpu:reference", artifact_directory)
+    assert manifest.checksums == wanted and manifest.launches == 2
+    assert {kernel.file for kernel in manifest.kernels} == {"program.py"}
+    assert "def run_pointwise_1(" in (artifact_directory / "program.py").read_text()
+    assert not (artifact_directory / "kernels").exists()
+    result = run_script(artifact_directory, "--check")
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_target_without_spelling_is_refused(toolbox):

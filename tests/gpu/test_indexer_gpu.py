@@ -53,6 +53,7 @@ def plain(batch, total, tokens=1, heads=16, lengths=None):
 def built(kernel, operands, k, rows=False, **options):
     descriptor = PAGES if operands[1].dtype == torch.uint8 else ""
     attributes = {"k": k, "scale": 0.5, "rows": rows, "descriptor": descriptor}
+    options = {"form": "two launches", **options}
     module = kernel(
         "lightning_indexer", dict(zip(OPERANDS, operands, strict=True)), attributes, target="cuda", **options
     )

@@ -83,21 +83,34 @@ def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if name == "sparse_attention":
         q_rope, rope_cache = (new(batch, tokens, heads, rope), cache(rope)) if seed % 2 else (None, None)
         picks = torch.randint(-1, total, (batch, tokens, k), dtype=torch.int32)
-        return (new(batch, tokens, heads, width), q_rope, cache(width), rope_cache, picks), {"scale": 0.25, **pages}
+        sinks = {"sink": new(heads)} if seed % 5 == 0 else {}
+        operands = (new(batch, tokens, heads, width), q_rope, cache(width), rope_cache, picks)
+        return operands, {"scale": 0.25, **pages, **sinks}
+    if name == "latent_attention":
+        q_rope, rope_cache = (new(batch, tokens, heads, rope), cache(rope)) if seed % 2 else (None, None)
+        lengths = torch.randint(0, total + 1, (batch,) if seed % 3 else (), dtype=torch.int32) if seed % 4 else None
+        sinks = {"sink": new(heads)} if seed % 5 == 0 else {}
+        operands = (new(batch, tokens, heads, width), q_rope, cache(width), rope_cache, lengths)
+        return operands, {"scale": 0.25, **pages, **sinks}
     if name in ("latent_write", "index_key_write"):
         rows = new(batch, tokens, width, dtype=torch.float32)
         if name == "index_key_write":
             return (cache(width), rows, positions), pages
         rope_cache, rope_rows = (cache(rope), new(batch, tokens, rope)) if seed % 2 else (None, None)
         return (cache(width), rope_cache, rows, rope_rows, positions), pages
+    if name == "rms_norm":
+        x, residual = new(batch, tokens, width), new(batch, tokens, width) if seed % 3 else None
+        return (x, new(width) if seed % 4 else None, residual), {"eps": 1e-3, "rounds_first": seed % 5 == 0}
     if name == "short_conv":
         state = new(batch, width, taps - 1 + seed % 2) if seed % 4 else None
         weight = new(width, 1, taps) if seed % 2 else new(width, taps)
         return (new(batch, tokens, width), weight, state), {"activation": seed % 2 == 0}
+    if name.startswith("attention_residual"):
+        return _residual_example(name, seed, (batch, tokens, heads * width), dtype)
     layout = ("kv", "vk")[seed % 2]
     state = new(batch, heads, width, value, dtype=torch.float32)
     state = state if layout == "kv" else state.transpose(-1, -2).contiguous()
-    if name == "kda_prefill":
+    if name in ("kda_prefill", "kda_prefill_deltas"):
         q, key, g = (new(batch, tokens, heads, width) for _ in range(3))
         operands = (q, key, new(batch, tokens, heads, value), -g.float().abs(), new(batch, tokens, heads).sigmoid())
         return (*operands, state if seed % 3 else None), {
@@ -113,3 +126,20 @@ def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     gates = (new(heads * width), torch.rand(1, 1, heads, 1), new(batch, tokens, heads))
     bound = -5.0 if seed % 2 else None
     return (*operands, *gates, state, *last), {"scale": 0.5, "lower_bound": bound, "state_layout": layout}
+
+
+def _residual_example(
+    name: str, seed: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the operators of attention residuals: sources of ``shape``, weights of its last size."""
+    width = shape[-1]
+    sources = [torch.randn(shape).to(dtype) for _ in range(1 + seed % 4)]
+    query, norm_weight = torch.randn(1, width) if seed % 2 else torch.randn(width), torch.randn(width)
+    out_norm_weight = torch.randn(width) if seed % 3 else None
+    if name == "attention_residual_history":
+        count = 1 + seed % 3
+        return (sources, [query] * count, [norm_weight] * count if seed % 4 else []), {"eps": 1e-5}
+    weights = (query, norm_weight if seed % 4 else None, out_norm_weight)
+    if name == "attention_residual_merge":
+        return (torch.randn(shape), torch.randn(shape[:-1]), sources[0], *weights), {"eps": 1e-5}
+    return (sources, *weights), {"eps": 1e-5, "out_eps": 1e-6}

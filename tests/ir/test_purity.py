@@ -2,7 +2,7 @@ import operator
 
 import pytest
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from kimigraph.ir.purity import dead_code, is_pure, mutated_arguments, mutation_between, storage_root
 
@@ -217,3 +217,17 @@ def test_a_cache_write_in_front_of_indexer_and_attention_survives(graph):
     graph.output(q)
     assert dead_code(graph) == 1
     assert [node.target for node in graph.nodes if node.op == "call_function"] == [ATEN.index_copy_.default]
+
+
+def test_a_buffer_that_is_written_often_is_walked_once() -> None:
+    """Four thousand writes in a row: each step of the chain is asked for once, not once a node behind it."""
+    graph = Graph()
+    buffer, value = graph.placeholder("buffer"), graph.placeholder("value")
+    node = buffer
+    for _ in range(4000):
+        node = graph.call_function(torch.ops.aten.add_.Tensor, (node, value))
+    graph.output((node,))
+    known: dict[Node, Node] = {}
+    asked = [storage_root(item, known) for item in graph.nodes if item.op == "call_function"]
+    assert asked == [buffer] * 4000 and len(known) == 4001
+    assert mutation_between(graph, buffer, value, node) is value.next

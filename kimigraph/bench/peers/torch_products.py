@@ -11,7 +11,7 @@ def latent_attention(given: Any, scale: float) -> tuple[list[Prepared], torch.Te
     """A call for each input set, and the first set's output [B, H, 512]."""
     width = given.latent_width
 
-    @torch.compile(mode="max-autotune-no-cudagraphs")
+    @torch.compile
     def attend(query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         logits = torch.bmm(query, rows.transpose(1, 2)).float() * scale
         return torch.bmm(logits.softmax(-1).to(rows.dtype), rows[..., :width])

@@ -7,11 +7,17 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from kimigraph.ir.operators import (
+    attention_residual,
+    attention_residual_history,
+    attention_residual_merge,
     index_key_write,
     kda_decode,
     kda_prefill,
+    kda_prefill_deltas,
+    latent_attention,
     latent_write,
     lightning_indexer,
+    rms_norm,
     short_conv,
     sparse_attention,
 )
@@ -22,9 +28,15 @@ OPERATORS: dict[str, Operator] = {
     for module in (
         lightning_indexer,
         sparse_attention,
+        latent_attention,
         kda_decode,
         kda_prefill,
+        kda_prefill_deltas,
+        rms_norm,
         short_conv,
+        attention_residual,
+        attention_residual_history,
+        attention_residual_merge,
         latent_write,
         index_key_write,
     )

@@ -1,5 +1,7 @@
 """Shape checks that read like the docstrings: ``check("op", q=(q, "B S H D"), keys=(keys, "B T D"))``."""
 
+from collections.abc import Sequence
+
 import torch
 
 from kimigraph.ir.descriptors import IndexKeyDescriptor, LatentDescriptor, parse_descriptor
@@ -38,6 +40,36 @@ def check_layout(operator: str, state_layout: str) -> None:
     """Raise ValueError for a state layout other than ``kv`` and ``vk``."""
     if state_layout not in ("kv", "vk"):
         raise ValueError(f"{operator}: state_layout {state_layout!r}, want 'kv' ([B, H, K, V]) or 'vk' ([B, H, V, K])")
+
+
+ROPE_STYLES = ("none", "half_split", "interleaved", "deinterleaved")
+"""Pairs that turn together: (i, i + R / 2); (2i, 2i + 1); the latter, put to i and i + R / 2."""
+
+
+def check_rotation(
+    operator: str,
+    style: str,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    rows: tuple[int, ...],
+    width: int,
+    *,
+    whole: bool,
+) -> None:
+    """Raise ValueError unless ``cos`` and ``sin`` are [B, S, R / 2] for ``rows`` (B, S), or absent under style none.
+
+    R is ``width`` if the ``whole`` row turns, else no more than it.
+    """
+    if style not in ROPE_STYLES:
+        raise ValueError(f"{operator}: rope_style is {style!r}, want one of {', '.join(ROPE_STYLES)}")
+    if (cos is None) != (style == "none") or (sin is None) != (style == "none"):
+        raise ValueError(f"{operator}: give cos and sin with a rope_style, and neither under 'none'")
+    if cos is None or sin is None:
+        return
+    check(operator, cos=(cos, f"{rows[0]} {rows[1]} half"), sin=(sin, f"{rows[0]} {rows[1]} {cos.shape[-1]}"))
+    turned = 2 * cos.shape[-1]
+    if turned > width or (whole and turned != width):
+        raise ValueError(f"{operator}: cos is for {turned} dims, the row has {width}")
 
 
 def cache(block_table: torch.Tensor | None, width: str) -> str:
@@ -92,3 +124,24 @@ def latent_row(
     if latent.dtype == torch.uint8:
         raise ValueError(f"{operator}: latent is bytes; want a descriptor of one buffer, not {descriptor!r}")
     return "L"
+
+
+def check_sources(operator: str, sources: Sequence[torch.Tensor]) -> int:
+    """The last size of tensors that must agree in shape and type; ValueError names the first that does not."""
+    if not sources or sources[0].dim() == 0:
+        raise ValueError(f"{operator}: no sources, want at least one of shape [..., D]")
+    first = sources[0]
+    for number, source in enumerate(sources):
+        if source.shape != first.shape or source.dtype != first.dtype:
+            raise ValueError(
+                f"{operator}: sources[{number}] is {source.dtype} {list(source.shape)}, want {first.dtype}"
+                f" {list(first.shape)} like sources[0]"
+            )
+    return first.shape[-1]
+
+
+def check_vectors(operator: str, width: int, **vectors: torch.Tensor | None) -> None:
+    """Raise ValueError for a vector that has not ``width`` elements in its last dimension and no others."""
+    for name, vector in vectors.items():
+        if vector is not None and (vector.numel() != width or vector.shape[-1:] != (width,)):
+            raise ValueError(f"{operator}: {name} is {list(vector.shape)}, want [{width}]")

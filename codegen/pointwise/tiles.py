@@ -1,0 +1,66 @@
+"""How much of a region one program computes, and by how many warps."""
+
+from dataclasses import dataclass
+
+from kimigraph.ir.pointwise import Loops
+
+LONGEST_HELD = 16384
+"""The longest row that is held in registers; a longer one is read once for each reduction, and once more."""
+
+_STEP = 4096
+"""Columns of a step along such a row."""
+
+_TURN = 64
+"""Side of a square tile that turns tensors."""
+
+_TURN_HELD = 256
+"""The longest side that such a tile takes whole."""
+
+_UNITS = 132
+"""Multiprocessors to fill before programs grow."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """``rows`` (elements in a region without reduction) and ``columns`` of a program; ``held``: whole rows at once."""
+
+    rows: int
+    columns: int
+    warps: int
+    held: bool = True
+
+
+def tiles_for(loops: Loops) -> Tiles:
+    """Few enough programs that each has work, enough that the device has some everywhere; measured on an H200."""
+    if loops.columns is None:
+        return _flat(loops.rows)
+    width = _padded(loops.columns)
+    if not loops.reduces:
+        held = width <= _TURN_HELD
+        rows = max(_TURN * _TURN // width, 16) if held else _TURN // 2
+        return Tiles(min(rows, _padded(loops.rows)), width if held else _TURN, 4, held)
+    if width > LONGEST_HELD:
+        return Tiles(1, _STEP, 8, held=False)
+    rows = 1
+    while rows * width < 1024 and rows * 2 * _UNITS <= _padded(loops.rows):
+        rows *= 2
+    each = 32 if loops.rows > 2 * _UNITS else 16  # elements of a thread
+    return Tiles(rows, width, max(_warps(rows * width // each), min(4, _warps(rows * width // 8))))
+
+
+def _flat(count: int) -> Tiles:
+    """Eight elements a thread once the device is full, four before."""
+    if count >= 1024 * _UNITS * 4:
+        return Tiles(1024, 1, 4)
+    block = 512
+    while block > 128 and count < block * _UNITS:
+        block //= 2
+    return Tiles(min(block, _padded(count)), 1, _warps(min(block, _padded(count)) // 4))
+
+
+def _warps(threads: int) -> int:
+    return max(1, min(32, _padded(threads) // 32))
+
+
+def _padded(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()

@@ -1,0 +1,114 @@
+"""``fuse-pointwise``: what is left between the large operators becomes regions, for each of which one kernel is made.
+
+Elementwise chains, reductions along one extent with what surrounds them, joins, gathers and writes; views are
+arithmetic on addresses. ``kimigraph.ir.pointwise`` says what one kernel can hold, ``kimigraph.ir.cost`` what it saves.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kimigraph.ir import purity
+from kimigraph.ir.cost import fused_work, work_of
+from kimigraph.ir.device import Device
+from kimigraph.ir.launches import launches_of
+from kimigraph.ir.program import CapturedProgram
+from kimigraph.ir.provenance import module_path, source_line
+from kimigraph.ir.regions import extract_region
+from kimigraph.ir.remarks import PassResult, Remark
+from kimigraph.passes.base import Pass, PassContext
+from kimigraph.passes.pointwise.border import with_views_inside, with_views_outside
+from kimigraph.passes.pointwise.grow import Growth, launches
+from kimigraph.passes.pointwise.order import Order, Unit
+
+NEAR_MISSES = 20
+"""At most so many refusals are remarked on."""
+
+
+@dataclass(frozen=True)
+class FusePointwise(Pass):
+    """Makes regions of pointwise work.
+
+    Options: ``most``, the largest number of nodes of a region.
+    """
+
+    name: ClassVar[str] = "fuse-pointwise"
+    summary: ClassVar[str] = (
+        "elementwise work, reductions, views and writes between large operators become one kernel each"
+    )
+    fusion: ClassVar[bool] = True
+    level: ClassVar[int] = 2
+    pattern: ClassVar[str] = (
+        "neighbours out of elementwise operations, reductions over one extent (norms, softmax), joins and splits, "
+        "gathers, casts and writes in place"
+    )
+    constraints: ClassVar[tuple[str, ...]] = (
+        "all results have the same number of elements, or one for each reduced row",
+        "all reductions run over equally many elements, at most 65,536",
+        "nothing outside lies between the parts, and no write changes places with another use",
+        "bool, integers, bfloat16, float16 or float32",
+        "the cost model prices one kernel below several",
+    )
+    effect: ClassVar[str] = (
+        "`pointwise` regions: calls of child graphs, for each of which one Triton kernel is generated"
+    )
+
+    most: int = 64
+
+    def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:
+        """Grow regions over the whole graph, then make each a child graph."""
+        graph = program.graph_module.graph
+        growth = Growth(Order.of(graph), context.device, self.most)
+        units = growth.run(graph)
+        remarks = [refused.remark(self.name, node) for node, refused in growth.misses[:NEAR_MISSES]]
+        kept = [unit for unit in units if context.allow(_described(unit))]
+        if not kept:
+            return PassResult(False, tuple(remarks), {"regions": 0})
+        growth.order.apply()
+        saved = 0
+        for unit in kept:
+            saved += launches(unit.nodes) - 1
+            remarks.append(self._make(program, unit, context.device))
+        erased = purity.dead_code(graph)
+        graph.lint()
+        program.graph_module.recompile()
+        return PassResult(True, tuple(remarks), {"regions": len(kept), "launches saved": saved, "erased": erased})
+
+    def _make(self, program: CapturedProgram, unit: Unit, device: Device) -> Remark:
+        """Move a unit into a region; the remark that says what it saves."""
+        graph = program.graph_module.graph
+        members = with_views_inside(graph, with_views_outside(graph, unit.nodes))
+        apart = [work_of(node) for node in members if launches_of(node)]
+        together = fused_work(members)
+        source, module = source_line(members[-1]), module_path(members[-1])
+        name = _free_name(program)
+        replaced = tuple(dict.fromkeys(n for node in members for n in node.meta.get("replaces", (node.name,))))
+        call = extract_region(program.graph_module, members, name, "pointwise")
+        call.meta["replaces"] = replaced
+        seconds = sum(work.seconds(device) for work in apart)
+        fewer = sum(work.bytes for work in apart) - together.bytes
+        message = (
+            f"{len(members)} nodes became {call.name}: {len(apart) - 1} launches and {fewer:,} bytes fewer, "
+            f"{together.seconds(device) * 1e6:.2f} us instead of {seconds * 1e6:.2f} us on {device.name}"
+        )
+        return Remark(
+            kind="passed",
+            pass_name=self.name,
+            message=message,
+            node=call.name,
+            source=source,
+            nodes=(*replaced, call.name),
+            score=len(apart),
+            module=module,
+        )
+
+
+def _described(unit: Unit) -> str:
+    last = unit.nodes[-1]
+    return f"{last.name} ({source_line(last) or 'no source line'})"
+
+
+def _free_name(program: CapturedProgram) -> str:
+    number = 0
+    while hasattr(program.graph_module, f"pointwise_{number}"):
+        number += 1
+    return f"pointwise_{number}"

@@ -1,0 +1,112 @@
+"""Grows regions: a node joins the region of what it reads wherever the whole is one loop nest and costs less."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torch.fx import Graph, Node
+
+from kimigraph.ir.cost import Work, fused_work, work_of
+from kimigraph.ir.device import Device
+from kimigraph.ir.launches import launches_of
+from kimigraph.ir.pointwise import Unfusable, lower
+from kimigraph.ir.pointwise.loops import is_known
+from kimigraph.ir.pointwise.views import is_index_map, view_source
+from kimigraph.passes.algebra.refusal import Refused
+from kimigraph.passes.pointwise.order import Order, Unit
+
+
+@dataclass
+class Growth:
+    """Regions of one graph while they grow. ``most`` is the largest number of nodes of a region."""
+
+    order: Order
+    device: Device
+    most: int
+    misses: list[tuple[Node, Refused]] = field(default_factory=lambda: [])
+    _works: dict[Unit, Work] = field(default_factory=lambda: {})
+
+    def run(self, graph: Graph) -> list[Unit]:
+        """Join what can be joined; the units that start at least two kernels apart, in order."""
+        for node in graph.nodes:
+            if _computes(node):
+                self._grow(node)
+        found = {self.order.unit_of[node] for node in graph.nodes if _computes(node)}
+        return sorted((unit for unit in found if launches(unit.nodes) > 1), key=lambda unit: unit.place)
+
+    def _grow(self, node: Node) -> None:
+        """Join the node with the regions of its operands, all at once or else one after the other."""
+        paths = [path for path in map(_path, node.all_input_nodes) if path is not None]
+        if len(paths) > 1:
+            with suppress(Refused):
+                if self._join([node, *(step for path in paths for step in path)]):
+                    return
+        for path in paths:
+            try:
+                self._join([node, *path])
+            except Refused as refusal:
+                self.misses.append((node, refusal))
+
+    def _join(self, steps: Sequence[Node]) -> bool:
+        """Join nodes, with the regions that they are in; whether that could be done.
+
+        Refused where everything but the order of reads and writes speaks for it.
+        """
+        units = sorted({self.order.unit_of[step] for step in steps}, key=lambda unit: unit.place)
+        if len(units) == 1:
+            return True
+        members = [member for unit in units for member in unit.nodes]
+        plan = self.order.plan(units) if len(members) <= self.most else None
+        if plan is None:
+            return False
+        try:
+            lower(members, results_of(members))
+        except Unfusable as reason:
+            if any(word in reason.reason for word in ("writes", "written", "overwrites")):
+                raise Refused(f"no single kernel: {reason.reason}", reason.node, score=1) from reason
+            return False
+        work = fused_work(members)
+        if work.seconds(self.device) >= sum(self._work(unit).seconds(self.device) for unit in units):
+            return False
+        self._works[self.order.join(units, plan)] = work
+        return True
+
+    def _work(self, unit: Unit) -> Work:
+        if unit not in self._works:
+            self._works[unit] = fused_work(unit.nodes) if len(unit.nodes) > 1 else work_of(unit.nodes[0])
+        return self._works[unit]
+
+
+def launches(nodes: Iterable[Node]) -> int:
+    """How many kernels the nodes start apart from one another."""
+    return sum(launches_of(node) for node in nodes)
+
+
+def results_of(members: Sequence[Node]) -> list[Node]:
+    """The members whose results are used outside, by themselves or through views of them."""
+    inside = set(members)
+    return [node for node in members if launches_of(node) and any(_leaves(user, inside) for user in node.users)]
+
+
+def _leaves(user: Node, inside: set[Node]) -> bool:
+    if user not in inside:
+        return True
+    return not launches_of(user) and any(_leaves(other, inside) for other in user.users)
+
+
+def _computes(node: Node) -> bool:
+    return bool(launches_of(node)) and is_known(node)
+
+
+def _path(node: Node) -> list[Node] | None:
+    """From an operand down through views to what computes it; None where that comes from outside all regions."""
+    path: list[Node] = []
+    while not launches_of(node):
+        if not is_index_map(node):
+            return None
+        source = view_source(node)
+        path.append(node)
+        if node.args[0] is not source and isinstance(node.args[0], Node):
+            path.append(node.args[0])  # the split that this is a part of
+        node = source
+    return [*path, node] if _computes(node) else None
