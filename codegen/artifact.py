@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,13 +12,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 import kimigraph
+from kimigraph.codegen.architecture import cubin_arch
 from kimigraph.codegen.constants import CONSTANTS_FILE, folded_constants
-from kimigraph.codegen.cross_compile import ahead_of_time_arch, compile_kernels
+from kimigraph.codegen.cross_compile import compile_kernels
 from kimigraph.codegen.kernel_writer import build_kernels
-from kimigraph.codegen.launches import graph_launches
+from kimigraph.codegen.preparation import prepared
 from kimigraph.codegen.program_writer import ProgramTitle, program_text
 from kimigraph.codegen.self_test import LARGEST, REFERENCE, reference_checksums, seeded_bytes, tolerance_of
 from kimigraph.codegen.support import support_files
+from kimigraph.ir.launches import graph_launches
 from kimigraph.ir.manifest import Manifest, record_file
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.tensor_file import write_tensors
@@ -47,15 +50,21 @@ def build_artifact(
     """
     facts = {**program.info, **(info or {})}
     title = ProgramTitle(_model(facts), str(facts.get("phase", "")), str(facts.get("shape_key", "")), target)
-    arch = ahead_of_time_arch(target)
-    kernels = build_kernels(program.graph_module.graph, target)
-    texts = {"program.py": program_text(program, kernels, title), **support_files()}
-    paths = [*_write(texts, directory), *kernels.write(directory), *_write_constants(program, directory)]
-    records = kernels.records()
-    if arch is not None:
-        records, built = compile_kernels(kernels, directory, arch, notify)
-        paths += built
-    sums = _checksums(program, target, seed, notify) if self_test else {}
+    arch = cubin_arch(target)
+    ready = prepared(program)
+    bound = ready.program
+    kernels = build_kernels(bound.graph_module.graph, target)
+    paths, records = kernels.write(directory), kernels.records()
+    with ThreadPoolExecutor(
+        1
+    ) as beside:  # the compiler runs in processes of its own; meanwhile this one writes the rest
+        building = None if arch is None else beside.submit(compile_kernels, kernels, directory, arch, notify)
+        texts = {"program.py": program_text(bound, kernels, title), **support_files(kernels.ahead_of_time)}
+        paths += [*_write(texts, directory), *_write_constants(bound, directory)]
+        sums = _checksums(program, target, seed, notify) if self_test else {}
+        if building is not None:
+            records, built = building.result()
+            paths += built
     manifest = Manifest(
         model=title.model,
         phase=title.phase,
@@ -64,12 +73,14 @@ def build_artifact(
         versions=versions(),
         cache_key=cache_key,
         files=tuple(record_file(directory, path) for path in sorted(paths)),
-        inputs=program.inputs,
+        inputs=bound.inputs,
+        sources=ready.sources,
+        preparation=ready.steps,
         outputs=program.outputs,
         in_spec=_tree_text(program.in_spec),
         out_spec=_tree_text(program.out_spec),
         kernels=records,
-        launches=graph_launches(program.graph_module.graph, kernels.launches()),
+        launches=graph_launches(bound.graph_module.graph, kernels.launches()),
         checksums=sums,
         seed=seed,
         tolerance=tolerance_of(program),

@@ -4,33 +4,26 @@ A process that runs kernels under the interpreter cannot compile any, so the com
 """
 
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from kimigraph.codegen.kernel_writer import KernelSet
-from kimigraph.ir.env import compiler_environment
+from kimigraph.codegen.kernel_writer import KernelFile, KernelSet
+from kimigraph.codegen.support.cubins import ABI
+from kimigraph.ir.env import compiler_environment, processors
 from kimigraph.ir.errors import CompileError, UsageError
 from kimigraph.ir.manifest import CubinRecord, KernelRecord
 
-WORKERS = 2
+MOST_WORKERS = 8
 _WORKER = Path(__file__).with_name("cross_compile_worker.py")
 _UNSUPPORTED = 2
-
-
-def ahead_of_time_arch(target: str) -> int | None:
-    """90 for ``cuda:sm_90``, None for a target whose kernels are compiled where they run; UsageError for other text."""
-    if target in ("cpu", "cpu:reference", "cuda"):
-        return None
-    match = re.fullmatch(r"cuda:sm_(\d{2,3})", target)
-    if match is None:
-        raise UsageError(f"unknown target {target!r}: choose auto, cpu, cpu:reference, cuda or cuda:sm_90")
-    return int(match[1])
 
 
 def compile_kernels(
@@ -38,42 +31,86 @@ def compile_kernels(
 ) -> tuple[tuple[KernelRecord, ...], list[str]]:
     """Build a cubin for every launch of every kernel file; returns the records with cubins, and the files written.
 
-    Raises UsageError when this Triton cannot build for ``arch`` and CompileError naming the kernel that failed.
+    Worker processes take one job at a time, the longest kernel text first, as it takes longest. Raises UsageError when
+    this Triton cannot build for ``arch`` and CompileError naming the kernel that failed.
     """
-    jobs: list[dict[str, Any]] = [
-        {"source": file.path, "stem": f"kernels/{file.name}.{launch.function}", "arch": arch, **asdict(launch)}
-        for file in kernels.files
-        for launch in file.module.launches
-    ]
+    jobs = [job for file in kernels.files for job in _jobs(file, arch)]
+    sizes = {file.path: len(file.module.text) for file in kernels.files}
+    waiting = deque(sorted(jobs, key=lambda job: -sizes[job["source"]]))
+    workers = max(1, min(len(jobs), processors(), MOST_WORKERS))
+    done: list[str] = []
+
+    def tell(path: str) -> None:
+        done.append(path)
+        notify(f"compiling kernels for sm_{arch}: {len(done)} of {len(jobs)}")
+
     notify(f"compiling {len(jobs)} kernel functions for sm_{arch}")
-    # An empty batch still asks whether the architecture can be built for.
-    batches = [jobs[start::WORKERS] for start in range(WORKERS) if jobs[start::WORKERS]] or [[]]
-    with ThreadPoolExecutor(WORKERS) as pool:
-        done = list(pool.map(lambda batch: _run_worker(batch, directory, arch), batches))
+    # Without jobs a worker still says whether the architecture can be built for.
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(_run_worker, waiting, directory, arch, tell) for _ in range(workers)]
+        written = [path for future in futures for path in future.result()]
     cubins: dict[str, list[CubinRecord]] = {}
     for job in jobs:
         record = CubinRecord(job["function"], f"{job['stem']}.cubin", f"{job['stem']}.json")
         cubins.setdefault(job["source"], []).append(record)
     records = tuple(replace(record, cubins=tuple(cubins.get(record.file, ()))) for record in kernels.records())
-    return records, [path for paths in done for path in paths]
+    return records, written
 
 
-def _run_worker(jobs: Sequence[dict[str, Any]], directory: Path, arch: int) -> list[str]:
-    """One worker for a batch: jobs go in as JSON on stdin, a line of JSON comes back for each file set written."""
-    request = json.dumps({"directory": str(directory.resolve()), "arch": arch, "jobs": list(jobs)})
+def _jobs(file: KernelFile, arch: int) -> Iterator[dict[str, Any]]:
+    """What to compile for a kernel file; a function launched with several sets of constants has a number from 1 on."""
+    seen: Counter[str] = Counter()
+    for launch in file.module.launches:
+        number = seen[launch.function]
+        seen[launch.function] += 1
+        stem = f"kernels/{file.name}.{launch.function}" + (f".{number}" if number else "")
+        yield {"source": file.path, "stem": stem, "arch": arch, "abi": ABI, **asdict(launch)}
+
+
+def _run_worker(waiting: deque[dict[str, Any]], directory: Path, arch: int, tell: Callable[[str], None]) -> list[str]:
+    """One worker, fed a job a line until none waits; the files that it wrote."""
     # -P: the worker's folder must not hide other packages.
-    result = subprocess.run(
-        [sys.executable, "-P", str(_WORKER)],
-        input=request,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        env=compiler_environment(),
-        check=False,
-    )
-    last = result.stderr.strip().splitlines()[-1:] or [f"worker ended with status {result.returncode}"]
-    if result.returncode == _UNSUPPORTED:
-        raise UsageError(last[0])
-    if result.returncode != 0:
-        raise CompileError(f"ahead-of-time build for sm_{arch} failed: {last[0]}")
-    return [path for line in result.stdout.splitlines() if line.startswith("[") for path in json.loads(line)]
+    command = [sys.executable, "-P", str(_WORKER)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    paths: list[str] = []
+    text: dict[str, Any] = {"text": True, "encoding": "utf-8", "env": compiler_environment()}
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as noise,
+        subprocess.Popen(command, **pipes, stderr=noise, **text) as worker,
+    ):
+        assert worker.stdin and worker.stdout
+        request: dict[str, Any] | None = {"directory": str(directory.resolve()), "arch": arch}
+        try:
+            while request is not None:
+                worker.stdin.write(json.dumps(request) + "\n")
+                worker.stdin.flush()
+                line = worker.stdout.readline()
+                if not line.startswith("["):
+                    break
+                for path in json.loads(line):
+                    paths.append(path)
+                    if path.endswith(".cubin"):
+                        tell(path)
+                request = _next(waiting)
+        except BrokenPipeError:
+            pass  # it says why at the end of its errors
+        finally:
+            with suppress(BrokenPipeError):
+                worker.stdin.close()
+        status = worker.wait()
+        noise.seek(0)
+        last = noise.read().strip().splitlines()[-1:]
+    if status:
+        waiting.clear()  # the build has failed: no other worker need begin a job
+        reason = last[0] if last else f"worker ended with status {status}"
+        if status == _UNSUPPORTED:
+            raise UsageError(reason)
+        raise CompileError(f"ahead-of-time build for sm_{arch} failed: {reason}")
+    return paths
+
+
+def _next(waiting: deque[dict[str, Any]]) -> dict[str, Any] | None:
+    try:
+        return waiting.popleft()
+    except IndexError:
+        return None

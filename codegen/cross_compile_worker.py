@@ -1,15 +1,17 @@
-"""Worker of ``kimigraph.codegen.cross_compile``: compiles kernel files with Triton, run as a script without kimigraph.
+"""Worker of ``kimigraph.codegen.cross_compile``: compiles kernel files with Triton; a script without kimigraph.
 
-Input: one JSON document on stdin, ``{"directory", "arch", "jobs"}``; a job has ``source`` (a kernel file), ``stem`` (of
-the files to write), ``function``, ``signature``, ``constants``, ``divisible`` and ``options``. Output: a JSON list of
-the files written on a line for each job. Exit status 2: this Triton cannot build for the architecture; 1: a kernel does
-not compile. The last line of stderr then says why.
+Input: a JSON document ``{"directory", "arch", "jobs"}`` on the first line of stdin, then further jobs, one a line. A
+job has ``source`` (a kernel file), ``stem`` (of the files to write), ``function``, ``signature``, ``constants``,
+``divisible``, ``options`` and ``abi``. Output: a JSON list of the files written for each job, after an empty one. Exit
+status 2: this Triton cannot build for the architecture; 1: a kernel does not compile. The last line of stderr then says
+why.
 """
 
 import json
 import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -19,7 +21,7 @@ UNSUPPORTED = 2
 
 def main() -> int:
     """Compile all jobs of stdin; returns the exit status."""
-    request = json.load(sys.stdin)
+    request = json.loads(sys.stdin.readline())
     directory, arch = Path(request["directory"]), request["arch"]
     supported = buildable_architectures()
     if arch not in supported:
@@ -28,11 +30,12 @@ def main() -> int:
         names = ", ".join(f"sm_{number}" for number in supported)
         print(f"target cuda:sm_{arch}: Triton {triton.__version__} builds {names}; choose one of them", file=sys.stderr)
         return UNSUPPORTED
+    print("[]", flush=True)
     modules: dict[str, ModuleType] = {}
-    for job in request["jobs"]:
-        if job["source"] not in modules:
-            modules[job["source"]] = import_file(directory / job["source"], len(modules))
+    for job in chain(request.get("jobs", ()), map(json.loads, sys.stdin)):
         try:
+            if job["source"] not in modules:
+                modules[job["source"]] = import_file(directory / job["source"], len(modules))
             written = compile_job(job, modules[job["source"]], directory)
         except Exception as error:
             reason = " ".join(str(innermost(error)).split())[-800:] or type(error).__name__
@@ -73,7 +76,10 @@ def compile_job(job: dict[str, Any], module: ModuleType, directory: Path) -> lis
     function = getattr(module, job["function"])
     names = function.arg_names
     signature = {name: job["signature"].get(name, "constexpr") for name in names}
-    missing = [n for n in names if n not in job["signature"] and n not in job["constants"]]
+    given = {*job["signature"], *job["constants"]}
+    defaults = {item.name: item.default for item in function.params if item.has_default and item.name not in given}
+    job["constants"] = {**job["constants"], **defaults}
+    missing = [name for name in names if name not in job["signature"] and name not in job["constants"]]
     if missing:
         raise ValueError(f"no type and no constant for argument {missing[0]}")
     constants = {(names.index(name),): tuples(value) for name, value in job["constants"].items()}
@@ -85,9 +91,13 @@ def compile_job(job: dict[str, Any], module: ModuleType, directory: Path) -> lis
         source_type = GluonASTSource
     source = source_type(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", job["arch"], 32), options=job["options"])
+    tiles = compiled.metadata.tensordesc_meta or []
+    if any(tile is None for tile in tiles) or len(tiles) != sum(t.startswith("tensordesc") for t in signature.values()):
+        raise ValueError(f"sm_{job['arch']} has no tensor memory accelerator, which the kernel's descriptors need")
     cubin, record = Path(f"{job['stem']}.cubin"), Path(f"{job['stem']}.json")
     (directory / cubin).write_bytes(compiled.asm["cubin"])
-    text = json.dumps(describe(compiled, job, directory / cubin), indent=1, sort_keys=True)
+    document = describe(compiled, job, directory / cubin) | {"parameters": names, "tiles": tiles}
+    text = json.dumps(document, indent=1, sort_keys=True)
     (directory / record).write_text(text + "\n", encoding="utf-8")
     return [cubin.as_posix(), record.as_posix()]
 
@@ -108,9 +118,13 @@ def describe(compiled: Any, job: dict[str, Any], cubin: Path) -> dict[str, Any]:
     """What a launcher needs to know of the cubin, and what it costs on the device."""
     metadata = compiled.metadata
     return {
+        "abi": job.get("abi"),
         "entry": metadata.name,
         "arch": job["arch"],
         "arguments": job["signature"],
+        "constants": job["constants"],
+        "divisible": job["divisible"],
+        "options": job["options"],
         "shared_memory": metadata.shared,
         "num_warps": metadata.num_warps,
         "num_ctas": metadata.num_ctas,

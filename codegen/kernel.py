@@ -6,11 +6,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor as a kernel sees it: sizes and strides in elements, dtype as in ``torch.<dtype>`` without the prefix."""
+    """A tensor as a kernel sees it: sizes and strides in elements, dtype as in ``torch.<dtype>`` without the prefix.
+
+    ``aligned``: its first element lies at a multiple of 16 bytes, as in every tensor of its own.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
+    aligned: bool = True
 
 
 @dataclass(frozen=True)
@@ -18,8 +22,8 @@ class KernelRequest:
     """One call of a semantic operator that wants a kernel.
 
     ``tensors`` maps the schema's tensor arguments to their specifications (None where the call gives none), in schema
-    order; ``attributes`` holds the other arguments, defaults filled in. ``target`` may allow a form of the kernel that
-    runs there alone.
+    order; the tensors of a list are ``<name>_0``, ``<name>_1`` and so on. ``attributes`` holds the other arguments,
+    defaults filled in. ``target`` may allow a form of the kernel that runs there alone.
     """
 
     op: str
@@ -46,7 +50,13 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class KernelModule:
-    """The text of ``kernels/<name>.py`` below its header, and its launches for ahead-of-time builds."""
+    """The text of ``kernels/<name>.py`` below its header, and its launches for ahead-of-time builds.
+
+    Modules of one ``identity`` are the same kernel, whatever names their texts use; empty: the text is the identity.
+    ``route`` says in words which of an operator's forms was chosen; empty where there is one alone.
+    """
 
     text: str
     launches: tuple[KernelLaunch, ...]
+    identity: str = ""
+    route: str = ""

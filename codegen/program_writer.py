@@ -5,21 +5,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch._ops import OpOverload
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from kimigraph.codegen.kernel_writer import KernelSet
-from kimigraph.codegen.request import semantic_operator
-from kimigraph.codegen.source_text import one_line, operator_call, wrap
-from kimigraph.ir.errors import CompileError
+from kimigraph.codegen.regions import kernel_kind
+from kimigraph.codegen.source_text import LINE_LENGTH, one_line, operator_call, wrap
 from kimigraph.ir.fake import describe
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.provenance import module_path
-from kimigraph.ir.spelling import format_argument, variable_names
+from kimigraph.ir.purity import region_module
+from kimigraph.ir.spelling import format_argument, region_function, variable_names
 
 _RESERVED = frozenset(
     (
-        *("DEVICE", "HERE", "ModuleType", "Path", "SimpleNamespace", "aten", "constants", "hashlib", "kernels", "load"),
-        *("math", "operator", "os", "reference", "step", "sys", "torch"),
+        *("DEVICE", "HERE", "ModuleType", "Path", "SimpleNamespace", "aten", "constants", "cubins", "driver"),
+        *("hashlib", "kernels", "load", "math", "operator", "os", "reference", "step", "sys", "torch"),
     )
 )
 _BUILT_IN = ("aten", "prims", "_c10d_functional", "kimigraph")
@@ -80,16 +80,19 @@ def program_text(program: CapturedProgram, kernels: KernelSet, title: ProgramTit
     Raises CompileError for a node that a program cannot spell, naming it.
     """
     nodes = list(program.graph_module.graph.nodes)
-    names = variable_names(nodes, _RESERVED)
-    head = f"{_docstring(title, nodes)}\n\n{_imports(title, nodes)}\n{_LOADER.format(device=title.device)}"
-    loads = [_CONSTANTS.strip()] if any(node.op == "get_attr" for node in nodes) else []
+    regions = _regions(nodes) if kernels.referenced else []
+    names = variable_names(nodes, _RESERVED | {region_function(node) for node, _ in regions})
+    written = [*nodes, *(inner for _, child in regions for inner in child.graph.nodes)]
+    head = f"{_docstring(title, written, kernels)}\n\n{_imports(title, written)}\n{_LOADER.format(device=title.device)}"
+    loads = [_CONSTANTS.strip()] if any(node.op == "get_attr" for node in written) else []
     loads += kernels.imports()
     step = [*_signature(program, names), *_body(nodes, kernels, names)]
-    parts = [head, "\n".join(loads), "\n".join(step), _SCRIPT]
+    functions = [_region(node, child, kernels) for node, child in regions]
+    parts = [head, "\n".join(loads), *functions, "\n".join(step), _SCRIPT]
     return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
-def _docstring(title: ProgramTitle, nodes: list[Node]) -> str:
+def _docstring(title: ProgramTitle, nodes: list[Node], kernels: KernelSet) -> str:
     foreign = sorted({_namespace(node) for node in nodes} - {*_BUILT_IN, ""})
     libraries = (
         f"\nThe library that defines the operators of {', '.join(foreign)} must be imported first." if foreign else ""
@@ -99,7 +102,7 @@ def _docstring(title: ProgramTitle, nodes: list[Node]) -> str:
         model=one_line(title.model) or "a model",
         shape_key=one_line(title.shape_key) or "static shapes",
         target=title.target,
-        needs="torch" if title.target == "cpu:reference" else "torch, triton",
+        needs="torch" if kernels.referenced or kernels.ahead_of_time else "torch, triton",
         libraries=libraries,
     )
     return f'"""{text.strip()}\n"""'
@@ -128,7 +131,31 @@ def _signature(program: CapturedProgram, names: dict[Node, str]) -> list[str]:
     return [*lines, "):", f'    """One step; returns ({", ".join(spec.name for spec in program.outputs)})."""']
 
 
-def _body(nodes: list[Node], kernels: KernelSet, names: dict[Node, str]) -> list[str]:
+def _regions(nodes: list[Node]) -> list[tuple[Node, GraphModule]]:
+    """Every region once with a node that calls it, innermost first."""
+    found: dict[str, tuple[Node, GraphModule]] = {}
+    for node in nodes:
+        child = region_module(node) if node.op == "call_module" else None
+        if child is not None:
+            found |= {region_function(inner): (inner, module) for inner, module in _regions(list(child.graph.nodes))}
+            found.setdefault(region_function(node), (node, child))
+    return list(found.values())
+
+
+def _region(node: Node, child: GraphModule, kernels: KernelSet) -> str:
+    """A region as a function: what ``cpu:reference`` calls where other targets have one kernel."""
+    nodes = list(child.graph.nodes)
+    names = variable_names(nodes, _RESERVED | {region_function(inner) for inner, _ in _regions(nodes)})
+    parameters = [names[inner] for inner in nodes if inner.op == "placeholder"]
+    head = wrap(parameters, "    ")
+    signature = [f"def {region_function(node)}({', '.join(parameters)}):"]
+    if len(signature[0]) > LINE_LENGTH:
+        signature = [f"def {region_function(node)}(", *(f"{line}," for line in head), "):"]
+    title = f'    """Region {node.target}, {node.meta.get("region", "")}."""'
+    return "\n".join([*signature, title, *_body(nodes, kernels, names, single=isinstance(nodes[-1].args[0], Node))])
+
+
+def _body(nodes: list[Node], kernels: KernelSet, names: dict[Node, str], single: bool = False) -> list[str]:
     """A statement for each node, a comment where the module changes, and what no later node reads is freed."""
     dying = _last_uses(nodes)
     lines: list[str] = []
@@ -140,7 +167,7 @@ def _body(nodes: list[Node], kernels: KernelSet, names: dict[Node, str]) -> list
         if node.op != "output" and path != module:
             lines.append(f"    # {one_line(path) or 'top'}")
             module = path
-        lines += _statement(node, kernels, names)
+        lines += _statement(node, kernels, names, single)
         lines += wrap([names[dead] for dead in dying.get(node, [])], "    del ")
     return lines
 
@@ -155,33 +182,23 @@ def _last_uses(nodes: list[Node]) -> dict[Node, list[Node]]:
     return dying
 
 
-def _statement(node: Node, kernels: KernelSet, names: dict[Node, str]) -> list[str]:
+def _statement(node: Node, kernels: KernelSet, names: dict[Node, str], single: bool) -> list[str]:
     def name_of(argument: Node) -> str:
         return names[argument]
 
     if node.op == "output":
-        return [f"    return {format_argument(_as_tuple(node.args[0]), name_of)}"]
-    if node.op == "call_module":
-        raise CompileError(
-            f"node {node.name} is a {node.meta.get('region', 'fused')} region, and no kernel can be generated for it"
-            f" yet: compile with --disable-pass {_region_pass(node)}"
-        )
+        return [f"    return {format_argument(node.args[0] if single else _as_tuple(node.args[0]), name_of)}"]
     comment = describe(node.meta.get("val"))
     prefix = f"    {names[node]} = " if node.users else "    "
     comment = comment if node.users else f"{node.name}: {comment}"
     if node.op == "get_attr":
         return [f'{prefix}constants["{node.target}"]  # {comment}']
-    call = kernels.call(node, name_of) if semantic_operator(node) else operator_call(node, name_of)
+    call = kernels.call(node, name_of) if kernel_kind(node) else operator_call(node, name_of)
     return [f"{prefix}{call}  # {comment}"] if isinstance(call, str) else call.render(prefix, comment)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
-def _region_pass(node: Node) -> str:
-    passes = {"pointwise": "fuse-pointwise", "horizontal": "merge-horizontal", "chain": "merge-superkernels"}
-    return passes.get(str(node.meta.get("region")), "NAME of the pass that made it")
 
 
 def _proven(node: Node) -> bool:

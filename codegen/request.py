@@ -1,6 +1,7 @@
 """From a semantic node of the graph to what a kernel template is asked for."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
@@ -21,8 +22,11 @@ def semantic_operator(node: Node) -> str | None:
     return None
 
 
-def tensor_arguments(node: Node) -> dict[str, Node | None]:
-    """The operator's tensor arguments by name in schema order, None where absent: what ``launch`` takes."""
+def tensor_arguments(node: Node) -> dict[str, Node | list[Node] | None]:
+    """The operator's tensor arguments by name in schema order, None where absent: what ``launch`` takes.
+
+    An argument that is a list of tensors is a list of nodes.
+    """
     return {name: value for name, kind, value in _bind(node) if kind == "tensor"}
 
 
@@ -31,7 +35,10 @@ def kernel_request(node: Node, target: str = "cpu") -> KernelRequest:
     tensors: dict[str, TensorSpec | None] = {}
     attributes: dict[str, Any] = {}
     for name, kind, value in _bind(node):
-        if kind == "tensor":
+        if kind == "tensor" and isinstance(value, list | tuple):
+            items = list(cast("Sequence[Any]", value))
+            tensors |= {f"{name}_{number}": _specification(item, node, name) for number, item in enumerate(items)}
+        elif kind == "tensor":
             tensors[name] = None if value is None else _specification(value, node, name)
         else:
             attributes[name] = value
@@ -60,4 +67,5 @@ def _specification(value: Any, node: Node, name: str) -> TensorSpec:
     sizes = (*tensor.shape, *tensor.stride())
     if any(isinstance(size, torch.SymInt) for size in sizes):
         raise CompileError(f"node {node.name}: argument {name} has a symbolic shape; kernels need static shapes")
-    return TensorSpec(tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."))
+    aligned = int(tensor.storage_offset()) * tensor.element_size() % 16 == 0
+    return TensorSpec(tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch."), aligned)

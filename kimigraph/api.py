@@ -16,20 +16,19 @@ from kimigraph.capture.function_source import module_source
 from kimigraph.capture.identity import call_digest
 from kimigraph.capture.signature import normalize_call
 from kimigraph.compiler import build, discarding, keep, new_session, read_manifest
-from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.config import MAX_SHAPES, CompileConfig
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.ir.report import CompileReport
 from kimigraph.outputs import staged_directory
 from kimigraph.report import REPORT_NAME
-from kimigraph.run import seeded_weights
+from kimigraph.run import program_weights, seeded_weights
 from kimigraph.runtime.calls import CallStructure
-from kimigraph.runtime.executor import Executor, require_runnable
+from kimigraph.runtime.dispatch import KnownCall, know
+from kimigraph.runtime.executor import ALIGNMENT, Executor, require_runnable
+from kimigraph.runtime.prepared import PreparedWeights
 from kimigraph.tools.publish import publish
-
-MAX_SHAPES = 16
-"""Programs that one ``Compiled`` keeps in memory; the least recently used one goes first."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,17 @@ class Compiled:
     """A compiled model: call it as the model is called; caches are updated in place.
 
     A call with tensors of other shapes, strides, dtypes or devices, or with other plain values, compiles another
-    program (``MAX_SHAPES`` of them stay in memory, all in the compile cache). A loaded artifact has the one it was
-    compiled for.
+    program (``CompileConfig.max_shapes`` of them stay in memory, the least recently used one goes first; all are in the
+    compile cache). A loaded artifact has the one it was compiled for.
     """
 
-    def __init__(self, compile_call: Callable[[tuple[Any, ...], dict[str, Any]], Program]) -> None:
+    def __init__(
+        self, compile_call: Callable[[tuple[Any, ...], dict[str, Any]], Program], max_shapes: int = MAX_SHAPES
+    ) -> None:
         """``compile_call(args, kwargs)`` makes the program of one call."""
-        self._compile_call = compile_call
+        self._compile_call, self._max_shapes = compile_call, max_shapes
         self._programs: dict[str, Program] = {}
+        self._known: list[tuple[KnownCall, str, Program]] = []
         self._latest: Program | None = None
 
     @classmethod
@@ -71,7 +73,20 @@ class Compiled:
 
         Raises InputMismatchError (a TypeError) when a loaded artifact does not fit them.
         """
-        return self._program_for(args, kwargs)(args, kwargs)
+        for number, (call, key, program) in enumerate(self._known):
+            arguments = call.arguments(args, kwargs)
+            if arguments is not None:
+                if number:
+                    self._known.insert(0, self._known.pop(number))
+                    self._note_use(key, program)
+                self._latest = program
+                return call.run(arguments)
+        key, program = self._program_for(args, kwargs)
+        result = program(args, kwargs)
+        call = know(args, kwargs, program.executor, program.calls)
+        if call is not None:
+            self._known = [(call, key, program), *self._known][: self._max_shapes]
+        return result
 
     def compile(self, example_inputs: tuple[Any, ...] | dict[str, Any]) -> "Compiled":
         """Compile for the shapes of ``example_inputs`` now (a tuple of arguments, or a dict of keyword arguments)."""
@@ -79,16 +94,27 @@ class Compiled:
         self._program_for(args, kwargs)
         return self
 
-    def _program_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    def _program_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Program]:
         key = call_key(args, kwargs)
-        program = self._programs.pop(key, None)
+        program = self._programs.get(key)
         if program is None:
             program = self._compile_call(args, kwargs)
-            while len(self._programs) >= MAX_SHAPES:
-                del self._programs[next(iter(self._programs))]
-        self._programs[key] = program  # the last one is the most recently used
+            while len(self._programs) >= self._max_shapes:
+                gone = next(iter(self._programs))
+                del self._programs[gone]
+                self._known = [known for known in self._known if known[1] != gone]
+        self._note_use(key, program)
         self._latest = program
-        return program
+        return key, program
+
+    def _note_use(self, key: str, program: Program) -> None:
+        self._programs.pop(key, None)
+        self._programs[key] = program  # the last one is the most recently used
+
+    @property
+    def known_calls(self) -> list[tuple[KnownCall, str, Program]]:
+        """The calls that go to their program at once: each with its key and program, the latest first."""
+        return self._known
 
     @property
     def cache_spec(self) -> tuple[InputSpec, ...]:
@@ -147,7 +173,9 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 def _leaf_key(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
-        return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.device}"
+        # Kernels are compiled for tensors at multiples of 16 bytes.
+        aligned = leaf.device.type != "cuda" or leaf.data_ptr() % ALIGNMENT == 0
+        return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.device}{'' if aligned else ' unaligned'}"
     return f"{type(leaf).__name__} {leaf!r}"
 
 
@@ -162,6 +190,7 @@ class _Compiler:
             )
         self._model, self._config = model, config
         self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._prepared = PreparedWeights()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         args, kwargs = normalize_call(self._model, args, kwargs)
@@ -195,7 +224,8 @@ class _Compiler:
     def _executor(self, directory: Path, captured: CapturedProgram) -> Executor:
         device = Manifest.read(directory).target.partition(":")[0]
         named = {spec.source: captured.tensors[spec.name] for spec in captured.inputs if spec.name in captured.tensors}
-        return Executor(directory, {name: self._on_device(tensor, device) for name, tensor in named.items()})
+        tensors = {name: self._on_device(tensor, device) for name, tensor in named.items()}
+        return Executor(directory, tensors, self._prepared)
 
     def _on_device(self, tensor: torch.Tensor, device: str) -> torch.Tensor:
         """The tensor on the program's device; moved once, so that programs of other shapes see the same state."""
@@ -221,11 +251,14 @@ def optimize(
     be captured, ``CompileError`` when a pass or the code generator cannot go on, and ``UsageError`` for a target that
     this process cannot run.
     """
-    return Compiled(_Compiler(model, config or CompileConfig())).compile(example_inputs)
+    config = config or CompileConfig()
+    return Compiled(_Compiler(model, config), config.max_shapes).compile(example_inputs)
 
 
-def load(directory: str | Path, weights: Mapping[str, torch.Tensor] | None = None) -> Compiled:
-    """Load a saved artifact and bind ``weights`` (a state dict) to it.
+def load(directory: str | Path, weights: Mapping[str, torch.Tensor] | str | Path | None = None) -> Compiled:
+    """Load a saved artifact and bind ``weights`` to it: a state dict, or the directory of a checkpoint.
+
+    A checkpoint's tensors are read one by one onto the program's device; docs/checkpoints.md has what is read.
 
     Without weights, an artifact of a randomly initialised model gets its own seeded ones; for any other that is a
     UsageError. A program that binds no weights needs none. Raises CorruptArtifactError when a file was changed.
@@ -235,8 +268,12 @@ def load(directory: str | Path, weights: Mapping[str, torch.Tensor] | None = Non
     require_runnable(manifest.target)
     if weights is None:
         if not manifest.random_weights and any(spec.kind in ("weight", "buffer") for spec in manifest.inputs):
-            raise UsageError(f"{path} holds no weights: pass weights=model.state_dict() to load()")
+            raise UsageError(
+                f"{path} holds no weights: pass weights=model.state_dict(), or a checkpoint's directory, to load()"
+            )
         weights = seeded_weights(manifest) if manifest.random_weights else {}
+    elif isinstance(weights, str | Path):
+        weights = program_weights(manifest, Path(weights))
     executor = Executor(path, weights)
     report = CompileReport(
         source=str(manifest.info.get("source", "")),

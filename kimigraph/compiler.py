@@ -1,10 +1,9 @@
 """The road from a source to an artifact: capture, passes, code generation, with the compile cache beside it."""
 
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import torch
 
 from kimigraph.capture import ModelSource, capture, load_source
 from kimigraph.codegen import build_artifact
-from kimigraph.codegen.cross_compile import ahead_of_time_arch
-from kimigraph.codegen.estimate import estimate_step
-from kimigraph.codegen.launches import graph_launches
+from kimigraph.codegen.architecture import ahead_of_time_arch
 from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.cost import graph_seconds
 from kimigraph.ir.errors import KimigraphError, UsageError
+from kimigraph.ir.launches import graph_launches
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.remarks import PassResult
@@ -39,7 +38,7 @@ from kimigraph.passes import (
 )
 from kimigraph.passes.instruments.dump import DumpDirectory
 from kimigraph.report import REPORT_NAME
-from kimigraph.runtime.compile_cache import MODES, CompileCache, Entry, Lookup, digest
+from kimigraph.runtime.cache import ARTIFACT, DUMPS, MODES, CompileCache, Entry, Lookup, digest
 from kimigraph.runtime.executor import require_runnable
 from kimigraph.tools.numerics import CheckNumerics
 from kimigraph.tools.publish import publish, reporting_failure
@@ -92,6 +91,7 @@ class Session:
     cache: CompileCache
     notify: Notify
     scratch: Path
+    locks: ExitStack
     timing: Timing = field(default_factory=Timing)
     shown: Path | None = None
 
@@ -104,6 +104,11 @@ class Session:
     def asked(self) -> Path | None:
         """The directory of ``--dump-passes``."""
         return Path(self.config.dump_passes) if self.config.dump_passes else None
+
+    @property
+    def wants_dumps(self) -> bool:
+        """Whether somebody will read the dumps of a hit: they were asked for, or the report shows them."""
+        return bool(self.config.dump_passes or self.config.report)
 
     def dumping(self) -> list[Instrument]:
         """The instrument that dumps, unless nobody will read it: no dumps, no report, nothing kept in the cache."""
@@ -133,24 +138,27 @@ def new_session(config: CompileConfig, notify: Notify) -> Generator[Session]:
     target, pipeline = resolve_target(config.target), default_pipeline(config)
     if config.verify and ahead_of_time_arch(target) is not None:
         require_runnable(target)
-    with tempfile.TemporaryDirectory(prefix="kimigraph-") as scratch:
-        yield Session(config, target, pipeline, CompileCache(mode=_cache_mode(config)), notify, Path(scratch))
+    cache = CompileCache(mode=_cache_mode(config))
+    with tempfile.TemporaryDirectory(prefix="kimigraph-") as scratch, ExitStack() as locks:
+        yield Session(config, target, pipeline, cache, notify, Path(scratch), locks)
 
 
-def compile_source(source: str, configs: list[CompileConfig], out: Path | None, notify: Notify) -> list[CompileReport]:
+def compile_source(
+    source: str, configs: list[CompileConfig], out: Path | None, notify: Notify, below: bool | None = None
+) -> list[CompileReport]:
     """Compile ``source`` once per configuration; each artifact lands in its own directory, whole or not at all.
 
-    ``out`` is the directory of one artifact, or the one that several go below by shape; None: a directory named after
-    source and shape in the working directory. What was there before stays until the new artifact is complete and, with
-    ``verify``, verified: a program that fails verification is neither written nor kept in the cache. Raises
-    KimigraphError with one paragraph for people.
+    ``out`` is the directory of one artifact, or the one that several go below by shape (``below`` says so for one of
+    several); None: a directory named after source and shape in the working directory. What was there before stays until
+    the new artifact is complete and, with ``verify``, verified: a program that fails verification is neither written
+    nor kept in the cache. Raises KimigraphError with one paragraph for people.
     """
     reports: list[CompileReport] = []
     for config in configs:
         with new_session(config, notify) as session:
             model = load_source(source, config)
             directory = out or Path(f"{model.name}-{model.shape_key}")
-            if out is not None and len(configs) > 1:
+            if out is not None and (len(configs) > 1 if below is None else below):
                 directory = out / model.shape_key
             reports.append(_compile_one(source, model, directory, session))
     return reports
@@ -162,7 +170,7 @@ def _compile_one(source: str, model: ModelSource, directory: Path, session: Sess
     if config.dump_passes:
         DumpDirectory(Path(config.dump_passes))  # refused before any work, not after
     asked = front_components(model.key, config, session.pipeline, session.target, model.shape_key)
-    hit = session.cache.find_front(asked)
+    hit = looked_up(session, digest(asked), lambda: session.cache.find_front(asked, session.wants_dumps))
     front = None if hit.entry is not None else asked  # a hit's points to its entry already
     with staged_directory(directory) as staged:
         captured = None
@@ -188,11 +196,26 @@ def _compile_one(source: str, model: ModelSource, directory: Path, session: Sess
 def _captured(model: ModelSource, session: Session) -> CapturedProgram:
     session.notify(f"capturing {model.name}")
     with session.timing.stage("capture"):
-        return capture(model, session.config)
+        return capture(model, session.config, weights=session.config.verify)
 
 
 Finished = Entry | str
 """What a compilation leaves for the cache: a new entry, or the graph key of the one that it came from."""
+
+
+def looked_up(session: Session, key: str, look_up: Callable[[], Lookup]) -> Lookup:
+    """The answer of ``look_up``. On a miss this process alone compiles ``key`` until the session ends."""
+    found = look_up()
+    if found.entry is not None:
+        return found
+    lock = ExitStack()
+    if lock.enter_context(session.cache.compiling(key, session.notify)):
+        again = look_up()
+        if again.entry is not None:
+            lock.close()
+            return replace(again, note="another process compiled it meanwhile")
+    session.locks.push(lock)
+    return found
 
 
 def build(
@@ -202,13 +225,21 @@ def build(
 
     Stores nothing: the caller does (``keep``), once it is content with the result.
     """
-    config, target = session.config, session.target
-    graph = graph_components(captured, config, session.pipeline, target)
-    known = session.cache.find_graph(digest(graph))
+    graph = graph_components(captured, session.config, session.pipeline, session.target)
+    key = digest(graph)
+    known = looked_up(session, key, lambda: session.cache.find_graph(key, session.wants_dumps))
     if known.entry is not None:
         return restore(known, directory, session, str(captured.info.get("source", ""))), known.graph_key
+    return _build(captured, directory, session, graph, _why(reason, known))
+
+
+def _build(
+    captured: CapturedProgram, directory: Path, session: Session, graph: dict[str, Any], reason: str
+) -> tuple[CompileReport, Finished]:
+    config, target = session.config, session.target
     program = captured.copy()
     clock, launches = TimePasses(), CanonicalLaunches()
+    context = PassContext(replace(config, target=target))
     session.notify("running passes")
     with session.timing.stage("passes"):
         # Numbers come before the verifier: what an invalid graph computes says more than the rule that it breaks.
@@ -216,14 +247,14 @@ def build(
         checks = [numerics, VerifyPasses()] if config.check_numerics else []
         watchers = [*session.dumping(), clock, launches, *checks]
         with reporting_failure(CompileReport(phase=config.phase, target=target), session.asked):
-            records = run_pipeline(program, session.pipeline, PassContext(config), watchers, verify=not checks)
+            records = run_pipeline(program, session.pipeline, context, watchers, verify=not checks)
     check_required_fusions(records, config)
     session.notify(f"generating code for {target}")
     with session.timing.stage("codegen"):
         manifest = build_artifact(
             program, target, directory, seed=config.seed, notify=session.notify, cache_key=digest(graph)
         )
-    estimates = estimate_step(program.graph_module.graph)
+    estimates = graph_seconds(program.graph_module.graph, context.device)
     report = CompileReport(
         phase=config.phase,
         target=target,
@@ -231,16 +262,18 @@ def build(
             "nodes_before": len(captured.graph_module.graph.nodes),
             "nodes_after": len(program.graph_module.graph.nodes),
             "estimated_us": sum(estimates.values()) * 1e6,
+            "estimated_for": context.device.name,
         },
         fusions=fusion_summary(records),
         kernels=[{**asdict(item), "estimated_us": estimates[item.name] * 1e6} for item in manifest.kernels],
         launches={"before": launches.count, "after": manifest.launches},
-        cache={"status": _status(session.cache), "key": digest(graph), "reason": _why(reason, known)},
+        cache={"status": session.cache.status, "key": digest(graph), "reason": reason, "saved_seconds": 0.0},
         timing={"per_pass": dict(clock.seconds)},
         numerics=numerics.table,
         remarks=[remark.as_dict() for record in records for remark in record.result.remarks],
     )
-    return _for_session(report, session), Entry(graph, directory, session.dumps, report.as_dict())
+    title = {"model": manifest.model, "phase": manifest.phase, "shape": manifest.shape_key, "target": target}
+    return _for_session(report, session), Entry(graph, directory, session.dumps, report.as_dict(), title)
 
 
 def _cache_mode(config: CompileConfig) -> str:
@@ -248,10 +281,6 @@ def _cache_mode(config: CompileConfig) -> str:
     return (
         {"use": "refresh", "readonly": "off"}.get(config.cache, config.cache) if config.check_numerics else config.cache
     )
-
-
-def _status(cache: CompileCache) -> str:
-    return {"off": "off", "refresh": "bypass"}.get(cache.mode, "miss")
 
 
 def _why(front_reason: str, known: Lookup) -> str:
@@ -265,19 +294,22 @@ def restore(hit: Lookup, directory: Path, session: Session, source: str) -> Comp
     ``source`` is what the model goes by now: an entry is shared by equal models of other names.
     """
     assert hit.entry is not None
-    reason, session.shown = "", hit.entry / "dumps"
+    reason, session.shown = hit.note, session.scratch / "dumps"
     with session.timing.stage("restore"):
-        shutil.copytree(hit.entry / "artifact", directory, dirs_exist_ok=True)
+        hit.entry.restore(ARTIFACT, directory)
+        dumped = hit.entry.restore(DUMPS, session.shown)
         manifest = Manifest.read(directory)
         replace(manifest, info={**manifest.info, "source": source}).write(directory)
-        report = CompileReport(**hit.report())
+        report = CompileReport(**hit.entry.report)
         if session.config.dump_passes:
             stored = DumpDirectory(Path(session.config.dump_passes))
-            for path in sorted((hit.entry / "dumps").glob("[!.]*")):
-                stored.write(path.name, path.read_text(encoding="utf-8"))
-            reason = "the dumps are those of the original compilation"
+            for name in (name for name in dumped if not name.startswith(".")):
+                stored.write(name, (session.shown / name).read_text(encoding="utf-8"))
+            reason = "; ".join(filter(None, (reason, "the dumps are those of the original compilation")))
             session.notify(f"cache hit: {reason}")
-    report.cache = {"status": "hit", "key": hit.graph_key, "reason": reason}
+    # What the original compilation took; ``keep`` takes off what this one does.
+    took = float(report.timing.get("total", 0.0))
+    report.cache = {"status": "hit", "key": hit.graph_key, "reason": reason, "saved_seconds": took}
     return _for_session(report, session)
 
 
@@ -303,13 +335,18 @@ def keep(front: dict[str, Any] | None, finished: Finished, report: CompileReport
     """Store what was built and complete ``report``: times, and a warning when the cache could not be written."""
     with session.timing.stage("store"):
         if isinstance(finished, Entry):
-            session.cache.store(front, finished)
+            timing = {**session.timing.as_dict(), "per_pass": finished.report["timing"].get("per_pass", {})}
+            session.cache.store(front, replace(finished, report={**finished.report, "timing": timing}))
         elif front is not None:
             session.cache.store_front(front, finished)
+    if session.cache.mode == "check":
+        report.cache["reason"] = f"--cache check: {session.cache.note}"
     if session.cache.warning:
         session.notify(session.cache.warning)
         report.cache["reason"] = "; ".join(filter(None, (report.cache["reason"], session.cache.warning)))
     report.timing = {**session.timing.as_dict(), **report.timing}
+    saved = report.cache["saved_seconds"] - report.timing["total"]
+    report.cache["saved_seconds"] = round(max(saved, 0.0), 3)
 
 
 def read_manifest(directory: Path) -> Manifest:

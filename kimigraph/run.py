@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kimigraph.compiler import read_manifest
@@ -14,7 +14,8 @@ from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.program import InputSpec
 from kimigraph.ir.script import seeded_input, with_strides
 from kimigraph.ir.seeded import checksum, same_checksum
-from kimigraph.runtime.executor import Executor, laid_out, require_runnable
+from kimigraph.runtime.executor import Executor, device_of, laid_out, require_runnable
+from kimigraph.weights import Watch, layout_of, read_weights, unwatched
 
 
 def seeded(spec: InputSpec, manifest: Manifest) -> torch.Tensor:
@@ -25,40 +26,34 @@ def seeded(spec: InputSpec, manifest: Manifest) -> torch.Tensor:
 
 def seeded_weights(manifest: Manifest) -> dict[str, torch.Tensor]:
     """The weights of an artifact of a randomly initialised model, by name. Buffers are not among them."""
-    return {spec.source: seeded(spec, manifest) for spec in manifest.inputs if spec.kind == "weight"}
+    return {spec.source: seeded(spec, manifest) for spec in manifest.bound if spec.kind == "weight"}
 
 
-def read_weights(directory: Path, names: set[str]) -> dict[str, torch.Tensor]:
-    """The tensors ``names`` from the safetensors files of ``directory``; a missing one is an error that lists them."""
-    found: dict[str, torch.Tensor] = {}
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise UsageError(f"{directory} has no *.safetensors files: give the directory that holds the model's weights")
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in names.intersection(file.keys()):
-                    found[name] = file.get_tensor(name)
-        except SafetensorError as error:
-            raise UsageError(f"{path} is no readable safetensors file ({error}): copy it again") from error
-    missing = sorted(names.difference(found))
-    if missing:
-        raise UsageError(f"{directory} lacks {len(missing)} weights, first {', '.join(missing[:5])}")
-    return found
+def program_weights(manifest: Manifest, directory: Path, watch: Watch = unwatched) -> dict[str, torch.Tensor]:
+    """The weights of a program from the checkpoint in ``directory``, on the program's device, by name.
+
+    Raises UsageError that lists all missing and misshapen ones.
+    """
+    specs = [spec for spec in manifest.bound if spec.kind == "weight"]
+    layout = layout_of(str(manifest.info.get("model_type", "")))
+    return read_weights(directory, specs, layout, device_of(manifest.target), watch)
 
 
-def run_artifact(directory: Path, weights: Path | None, inputs: Path | None, repeat: int) -> dict[str, Any]:
+def run_artifact(
+    directory: Path, weights: Path | None, inputs: Path | None, repeat: int, watch: Watch = unwatched
+) -> dict[str, Any]:
     """Run an artifact ``repeat`` times from the same inputs.
 
     Returns checksums of outputs and mutated inputs after the first step, ``seconds`` per step, and ``passed``: whether
-    they are those of the manifest (None when given tensors replaced the seeded ones, or the manifest has none).
+    they are those of the manifest (None when given tensors replaced the seeded ones, or it has none). ``watch``
+    is told how much of ``weights`` has been read.
     """
     manifest = read_manifest(directory)
     require_runnable(manifest.target)
-    bound = {spec.source: seeded(spec, manifest) for spec in manifest.inputs if spec.bound and spec.kind != "constant"}
-    if weights is not None:
-        names = {spec.source for spec in manifest.inputs if spec.kind == "weight"}
-        bound |= read_weights(weights, names)
+    bound = {} if weights is None else program_weights(manifest, weights, watch)
+    for spec in manifest.bound:
+        if spec.kind != "constant" and spec.source not in bound:
+            bound[spec.source] = seeded(spec, manifest)
     executor = Executor(directory, bound)
     given = _read_inputs(inputs, executor) if inputs is not None else {}
     start = [given.get(spec.source, seeded(spec, manifest)).to(executor.device) for spec in executor.caller_inputs]

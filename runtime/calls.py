@@ -89,6 +89,8 @@ class CallStructure:
         """The program's outputs in the structure of the model's result."""
         if self.result is None:
             return outputs
+        if self.result.num_leaves == 1 and self.result.is_leaf() and len(outputs) == 1:
+            return outputs[0]
         following = iter(outputs)
         recorded = self.result_leaves or (TENSOR,) * self.result.num_leaves
         leaves = [next(following) if record == TENSOR else record["value"] for record in recorded]

@@ -1,8 +1,7 @@
 """Runs an artifact: its program bound to weights on one device."""
 
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,12 +9,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from kimigraph.adapters.tensor_version import tensor_versions
 from kimigraph.ir import env
 from kimigraph.ir.errors import CompileError, UsageError
 from kimigraph.ir.manifest import verify_artifact
 from kimigraph.ir.program import InputSpec
+from kimigraph.runtime.prepared import PreparedWeight, PreparedWeights
 
 Step = Callable[..., tuple[torch.Tensor, ...]]
+ALIGNMENT = 16
 
 
 class InputMismatchError(UsageError, TypeError):
@@ -72,27 +74,33 @@ class Executor:
     in its layout are bound as they are, so that later changes of a weight are seen. A call takes the caller's tensors
     (caches and inputs) in manifest order and returns the step's outputs; mutated ones change in place.
 
+    Programs over one model that are given the same ``prepared`` share what is made of its weights.
+
     Raises CorruptArtifactError when a file is not what the manifest says, UsageError when this process cannot run the
     target or a weight is missing, InputMismatchError (a TypeError) when a tensor is not what the program is made for.
     """
 
-    def __init__(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, directory: Path, tensors: Mapping[str, torch.Tensor], prepared: PreparedWeights | None = None
+    ) -> None:
         self.manifest = verify_artifact(directory)
         require_runnable(self.manifest.target)
         self.device = device_of(self.manifest.target)
-        self._step: Step = load_program(directory).step
+        self._on_gpu = self.device.type == "cuda"
+        self.step: Step = load_program(directory).step
         self._caller = tuple(spec for spec in self.manifest.inputs if not spec.bound)
         self.bound = self._bind(directory, tensors)
         """The bound tensors by outside name; the program updates those that the model keeps as state."""
+        self._prepared = self._prepare(prepared or PreparedWeights())
+        self._watched = [tensor for weight in self._prepared for tensor in weight.sources]
+        self._versions = tensor_versions(self._watched)
 
     def _bind(self, directory: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         constants = directory / "constants.bin"
         stored = load_file(constants) if constants.exists() else {}
         bound: dict[str, torch.Tensor] = {}
         missing: list[str] = []
-        for spec in self.manifest.inputs:
-            if not spec.bound:
-                continue
+        for spec in self.manifest.bound:
             tensor = stored.get(spec.name) if spec.kind == "constant" else tensors.get(spec.source)
             if tensor is None:
                 missing.append(spec.source)
@@ -105,10 +113,32 @@ class Executor:
             )
         return bound
 
+    def _prepare(self, known: PreparedWeights) -> list[PreparedWeight]:
+        """Make the prepared weights; of the model's own, those that the step does not take leave ``bound``."""
+        made: list[PreparedWeight] = []
+        for name, steps in self.manifest.preparation.items():
+            weight = known.weight(steps, self.bound)
+            made.append(weight)
+            self.bound[name] = weight.value
+        for spec in self.manifest.sources:
+            del self.bound[spec.source]
+        return made
+
     @property
     def caller_inputs(self) -> tuple[InputSpec, ...]:
         """The inputs that a call takes, in order."""
         return self._caller
+
+    def argument_template(self) -> tuple[list[Any], tuple[int, ...]]:
+        """The arguments of the step with the bound tensors in place, and the places of the caller's, in order."""
+        template = [self.bound[spec.source] if spec.bound else None for spec in self.manifest.inputs]
+        return template, tuple(place for place, spec in enumerate(self.manifest.inputs) if not spec.bound)
+
+    def takes_as_given(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a call runs on these very tensors, none of them copied into another layout first."""
+        if len(tensors) != len(self._caller):
+            return False
+        return all(self._fit(spec, tensor) is tensor for spec, tensor in zip(self._caller, tensors, strict=True))
 
     def _fit(self, spec: InputSpec, tensor: Any) -> torch.Tensor:
         """The tensor as the program expects it; anything that would change its meaning is an error."""
@@ -124,7 +154,7 @@ class Executor:
                 f"{spec.source} is on {tensor.device}, the program runs on {self.device}: move it there"
             )
         if _same_layout(tensor, spec):
-            return tensor
+            return tensor if self._lies_well(tensor) else self._realigned(tensor, spec)
         if spec.mutated and not spec.bound:
             raise InputMismatchError(
                 f"{spec.source} has strides {tensor.stride()}, the program updates it in place with strides "
@@ -137,15 +167,39 @@ class Executor:
             )
         return laid_out(tensor, spec)
 
+    def _lies_well(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies where kernels hold every input to lie: on a GPU, at a multiple of 16 bytes."""
+        return self.device.type != "cuda" or tensor.data_ptr() % ALIGNMENT == 0
+
+    def _realigned(self, tensor: torch.Tensor, spec: InputSpec) -> torch.Tensor:
+        if spec.mutated:
+            raise InputMismatchError(
+                f"{spec.source} begins at no multiple of {ALIGNMENT} bytes, and the program updates it in place: "
+                "allocate it as `Compiled.new_caches` does"
+            )
+        return laid_out(tensor, spec)
+
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One step."""
         if len(tensors) != len(self._caller):
             raise InputMismatchError(f"the program takes {len(self._caller)} tensors, {len(tensors)} were given")
-        given = {spec.source: self._fit(spec, tensor) for spec, tensor in zip(self._caller, tensors, strict=True)}
-        arguments = [(self.bound if spec.bound else given)[spec.source] for spec in self.manifest.inputs]
-        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        with torch.no_grad(), on_device:
-            outputs = self._step(*arguments)
+        arguments, places = self.argument_template()
+        for place, spec, tensor in zip(places, self._caller, tensors, strict=True):
+            arguments[place] = self._fit(spec, tensor)
+        return self.run(arguments)
+
+    def run(self, arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """One step on all its arguments, which are what ``__call__`` would take."""
+        versions = tensor_versions(self._watched)
+        if versions != self._versions:
+            self._versions = versions
+            for weight in self._prepared:
+                weight.refresh()
+        if self._on_gpu and torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                outputs = self.step(*arguments)
+        else:
+            outputs = self.step(*arguments)  # which takes no gradients, by itself
         if len(outputs) != len(self.manifest.outputs):
             raise CompileError(
                 f"the program returned {len(outputs)} tensors, its manifest lists {len(self.manifest.outputs)}"

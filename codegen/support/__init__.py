@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
-from kimigraph.ir import seeded, tensor_file
+from kimigraph.ir import preparation, seeded, tensor_file
 
 
-def support_files() -> dict[str, str]:
-    """Text of the files under ``support/`` of an artifact, by path."""
-    sources = (Path(__file__).with_name("run_step.py"), Path(seeded.__file__), Path(tensor_file.__file__))
+def support_files(ahead_of_time: bool = False) -> dict[str, str]:
+    """Text of the files under ``support/`` of an artifact, by path; what launches cubins where it holds some."""
+    sources = [Path(__file__).with_name("run_step.py")]
+    sources += [Path(str(module.__file__)) for module in (seeded, tensor_file, preparation)]
+    if ahead_of_time:
+        sources += [Path(__file__).with_name(name) for name in ("cubins.py", "cuda_driver.py")]
     return {f"support/{source.name}": source.read_text(encoding="utf-8") for source in sources}

@@ -31,11 +31,15 @@ def main(
     seed = manifest["seed"] if options.seed is None else options.seed
     seeded, files = load("support/seeded.py"), load("support/tensor_file.py")
     weight_seed = manifest["info"].get("weight_seed") if options.seed is None else None
-    tensors = make_tensors(manifest["inputs"], seed, seeded.seeded_tensor, weight_seed)
-    replace_tensors(tensors, constants_of(here, manifest["inputs"], files))
+    inputs, made = manifest["inputs"], manifest["preparation"]
+    own = [record for record in inputs if record["source"] not in made] + manifest["sources"]
+    tensors = make_tensors(own, seed, seeded.seeded_tensor, weight_seed)
+    replace_tensors(tensors, constants_of(here, inputs, files))
     if options.weights:
-        replace_tensors(tensors, weights_of(options.weights, manifest["inputs"], tensors, files))
-    arguments = [tensors[record["source"]].to(device) for record in manifest["inputs"]]
+        replace_tensors(tensors, weights_of(options.weights, own, tensors, files))
+    prepare = load("support/preparation.py").prepare
+    tensors |= {name: prepare(steps, tensors) for name, steps in made.items()}
+    arguments = [tensors[record["source"]].to(device) for record in inputs]
     outputs = step(*arguments)
     sums = dict(checksums(manifest, arguments, outputs, seed, seeded.checksum))
     for name, (total, magnitudes, dot) in sums.items():

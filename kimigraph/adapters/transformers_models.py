@@ -2,13 +2,9 @@
 # Reason: transformers builds its models from untyped configuration objects.
 """Models of transformers as one step: ``forward(input_ids, cache) -> logits`` with a flat dict of cache tensors."""
 
-import copy
 import logging
 import re
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,7 +112,10 @@ def empty_model(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
 def _construct(config: Any, device: str) -> nn.Module:
     if config.model_type != "glm5_next":
         with torch.device(device):
-            return _model_class(config)(config)
+            model = _model_class(config)(config)
+        if config.tie_word_embeddings and hasattr(model, "lm_head"):
+            model.lm_head.weight = model.model.embed_tokens.weight
+        return model
     text, model_class = text_config(config), _model_class(config)
     with torch.device("meta"):  # the vision tower is never materialised
         shell = model_class(config)
@@ -153,51 +152,6 @@ def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in persistent and tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.float32 if kept.search(name) else dtype)
-
-
-def load_model(config: Any, dtype: torch.dtype, directory: Path) -> nn.Module:
-    """The model with the weights of ``directory``; UsageError when weights are missing."""
-    if config.model_type == "glm5_next":
-        config = copy.deepcopy(config)
-        config.vision_config.depth = 0  # the vision tower is not needed: its weights are left in the files
-    try:
-        with _silent_loading():
-            model, loading = _model_class(config).from_pretrained(
-                str(directory),
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they come back in the loading information
-            )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(f"the weights in {directory} do not load: {' '.join(str(error).split())[:600]}") from error
-    for name, found, wanted in loading["mismatched_keys"]:
-        raise UsageError(f"{directory}: {name} is {tuple(found)}, the configuration asks for {tuple(wanted)}")
-    missing = sorted(name for name in loading["missing_keys"] if ".visual." not in name)
-    if missing:
-        raise UsageError(
-            f"{directory} lacks {len(missing)} weights of a {config.model_type}, first {', '.join(missing[:3])}: "
-            "complete the *.safetensors files, or use --random-weights"
-        )
-    model.eval().requires_grad_(False)
-    return _without_vision(model) if config.model_type == "glm5_next" else model
-
-
-@contextmanager
-def _silent_loading() -> Generator[None]:
-    """Without progress bars and load reports: what is missing is an error of our own."""
-    from transformers.utils import logging as reports
-
-    verbosity, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
-    reports.set_verbosity_error()
-    reports.disable_progress_bar()
-    try:
-        yield
-    finally:
-        reports.set_verbosity(verbosity)
-        if bars:
-            reports.enable_progress_bar()
 
 
 def new_cache(

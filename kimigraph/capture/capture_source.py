@@ -9,13 +9,15 @@ from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.program import CapturedProgram
 
 
-def capture(source: ModelSource, config: CompileConfig) -> CapturedProgram:
+def capture(source: ModelSource, config: CompileConfig, weights: bool = True) -> CapturedProgram:
     """Capture one step of ``source``; errors as in ``capture_module``.
 
+    Without ``weights`` those of a model directory are neither read nor seeded: ``tensors`` holds memory for them alone.
     ``info`` records the source, model type, shape and notes for people (such as a top-k larger than the context).
     """
-    module, args, kwargs = source.build()
-    program = capture_module(module, args, kwargs, replace(config, phase=source.phase), source.hints)
+    loaded = source.loaded if weights else source.outline
+    args, kwargs = loaded.arguments(None)
+    program = capture_module(loaded.module, args, kwargs, replace(config, phase=source.phase), source.hints)
     shape: dict[str, Any] = {}
     if source.shape is not None:
         shape = {"batch": source.shape.batch, "tokens": source.shape.tokens, "context": source.shape.context}

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from kimigraph.adapters.torch_export import FunctionalGraph, LiftedInput
 from kimigraph.capture.hints import CaptureHints, InputHint
 from kimigraph.capture.signature import Leaf, result_leaves, unique
+from kimigraph.ir.deferred import DeferredGraphModule
 from kimigraph.ir.program import CapturedProgram, InputKind, InputSpec, OutputSpec
 
 
@@ -45,7 +46,7 @@ def flatten(
         remap.update(dict.fromkeys(item.nodes, node))
         inputs.append(_spec(node.name, item))
     outputs = _copy_body(functional, graph, remap, hints)
-    module = GraphModule(torch.nn.Module(), graph)
+    module = DeferredGraphModule(torch.nn.Module(), graph)
     graph.lint()
     bound = {spec.name: item.tensor for spec, item in zip(inputs, planned, strict=True) if spec.bound}
     return CapturedProgram(module, tuple(inputs), outputs, bound, functional.in_spec, functional.out_spec)

@@ -23,6 +23,10 @@ _VERSIONED = ("torch", "transformers")
 """Packages whose version stands for their sources, beside the files of the model's own classes."""
 
 
+_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""What torch keeps in every module; it is no part of what the module is, and differs between versions."""
+
+
 def module_identity(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]] | None) -> dict[str, Any]:
     """The identity of ``module``; with ``call``, also of its arguments and of the values of its constants."""
     state = module.state_dict(keep_vars=True)
@@ -59,7 +63,7 @@ def _tied(state: dict[str, Tensor]) -> list[list[str]]:
 
 def _module(path: str, module: nn.Module) -> list[Any]:
     kind = type(module)
-    plain = {name: value for name, value in vars(module).items() if _is_plain(value)}
+    plain = {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN and _is_plain(value)}
     return [path, f"{kind.__module__}.{kind.__qualname__}", {name: repr(plain[name]) for name in sorted(plain)}]
 
 

@@ -10,10 +10,11 @@ from kimigraph.capture.example import StepExample, StepInput
 from kimigraph.capture.hints import CaptureHints, InputHint
 from kimigraph.capture.shape import StepShape, step_shape
 from kimigraph.capture.source import Loaded, ModelSource
-from kimigraph.capture.weights import NoRandomValues, dtype_name, load_weights, seed_weights
+from kimigraph.capture.weights import NoRandomValues, dtype_name, seed_weights
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.descriptors import ConvDescriptor, IndexKeyDescriptor, LatentDescriptor, StateDescriptor
 from kimigraph.models.kimi_k31 import KimiK31Config, KimiK31ForCausalLM, new_cache
+from kimigraph.weights import layout_of, load_module
 
 MODEL_TYPES = ("kimi_k31",)
 
@@ -44,10 +45,10 @@ def _load(
     directory: Path, model_config: KimiK31Config, weight_seed: int | None, example: StepExample, device: str
 ) -> Loaded:
     with NoRandomValues():
-        module = KimiK31ForCausalLM(model_config, device)
-    if device != "meta":
+        module = KimiK31ForCausalLM(model_config, "meta" if device == "meta" else "cpu")
+    if device == "cpu":
         if weight_seed is None:
-            load_weights(module, directory)
+            load_module(module, directory, layout_of(model_config.model_type))
         else:
             seed_weights(module, weight_seed)
 

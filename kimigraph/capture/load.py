@@ -6,9 +6,9 @@ from typing import Any
 
 from kimigraph.capture.function_source import function_source
 from kimigraph.capture.source import ModelSource, read_config
-from kimigraph.capture.weights import weight_files
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
+from kimigraph.weights import weight_files
 
 MODEL_TYPES = ("kimi_k31", "deepseek_v32", "glm5_next", "glm5_next_text")
 """Model types of ``config.json`` that capture knows."""

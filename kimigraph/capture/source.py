@@ -31,7 +31,8 @@ class Loaded:
 class ModelSource:
     """A resolved SOURCE.
 
-    ``load(device)`` builds the model (on ``meta``: without weights). ``shape`` is None where the source itself gives
+    ``load(device)`` builds the model (on ``meta``: without weights; ``unfilled``: on the CPU, but nobody gives the
+    weights their values, so that they take no time and no memory). ``shape`` is None where the source itself gives
     the example inputs. ``document`` is the configuration as used, overrides included. ``weight_seed`` is the seed of
     random weights.
     """
@@ -56,6 +57,11 @@ class ModelSource:
     def shape_key(self) -> str:
         """The shape as text, such as ``decode-b2-t1-c256``."""
         return self.shape.text if self.shape is not None else f"{self.phase}-{call_digest(*self.build()[1:])}"
+
+    @cached_property
+    def outline(self) -> Loaded:
+        """The model as tracing needs it: no weight has a value, unless ``loaded`` was there already."""
+        return self.loaded if "loaded" in vars(self) else self.load("unfilled")
 
     def build(self, length: int | None = None) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         """The eager module with weights, and seeded example arguments ``length`` tokens into the sequences.

@@ -17,6 +17,7 @@ from kimigraph.capture.source import Loaded, ModelSource
 from kimigraph.capture.weights import dtype_name, dtype_named, seed_weights
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.descriptors import ConvDescriptor, IndexKeyDescriptor, LatentDescriptor, StateDescriptor
+from kimigraph.weights import layout_of, load_module
 
 
 def transformers_source(
@@ -59,12 +60,12 @@ def transformers_source(
 def _load(
     directory: Path, model_config: Any, dtype: torch.dtype, weight_seed: int | None, example: StepExample, device: str
 ) -> Loaded:
-    if device == "meta" or weight_seed is not None:
-        model = adapter.empty_model(model_config, dtype, device)
-        if device != "meta" and weight_seed is not None:
+    model = adapter.empty_model(model_config, dtype, "meta" if device == "meta" else "cpu")
+    if device == "cpu":
+        if weight_seed is None:
+            load_module(model, directory, layout_of(model_config.model_type))
+        else:
             seed_weights(model, weight_seed)
-    else:
-        model = adapter.load_model(model_config, dtype, directory)
     shape, text = example.shape, adapter.text_config(model_config)
     has_state = shape.phase == "decode"
     module = adapter.TransformersStep(model, *adapter.new_cache(text, shape.batch, shape.context, dtype, has_state))

@@ -1,10 +1,8 @@
-"""The weights of a model: seeded, or read from safetensors files."""
+"""Seeded weights of a model, and the names of its types."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
@@ -57,37 +55,3 @@ def seed_weights(module: nn.Module, seed: int) -> None:
             if tensor.is_floating_point() and id(tensor) not in filled:
                 filled.add(id(tensor))
                 tensor.data.copy_(seeded_tensor(name, tensor.shape, tensor.dtype, "weight", seed))
-
-
-def load_weights(module: nn.Module, directory: Path) -> None:
-    """Copy the tensors of the directory's ``*.safetensors`` files into ``module``, by their state-dict names.
-
-    Raises UsageError when there are no files, when a tensor is missing, or when its shape differs.
-    """
-    wanted = module.state_dict(keep_vars=True)
-    missing = set(wanted)
-    for path in weight_files(directory):
-        with safe_open(path, framework="pt") as file:
-            for name in sorted(set(file.keys()) & missing):
-                value = file.get_tensor(name)
-                if value.shape != wanted[name].shape:
-                    shapes = f"{tuple(value.shape)}, the configuration asks for {tuple(wanted[name].shape)}"
-                    raise UsageError(f"{path}: {name} is {shapes}")
-                wanted[name].data.copy_(value)
-                missing.discard(name)
-    if missing:
-        raise UsageError(
-            f"{directory} lacks {len(missing)} weights, first {', '.join(sorted(missing)[:3])}: complete the "
-            "*.safetensors files, or use --random-weights"
-        )
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The ``*.safetensors`` files of a directory; UsageError that names --random-weights when there are none."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise UsageError(
-            f"{directory} has no *.safetensors files: put the weights there, or compile with --random-weights "
-            '(or "random_weights": {"seed": 0} in config.json)'
-        )
-    return files

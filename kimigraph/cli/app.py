@@ -6,7 +6,7 @@ import typer
 
 from kimigraph import __version__
 from kimigraph.cli import bench as bench_command
-from kimigraph.cli import bisect, doctor, dumps, explain, passes, run
+from kimigraph.cli import bisect, cache, doctor, dumps, explain, measure_device, passes, run
 from kimigraph.cli import compile as compile_command
 
 HELP = """Compile language models with hybrid sparse attention to Triton programs.
@@ -38,8 +38,10 @@ def make_app() -> typer.Typer:
     explain.register(app)
     bisect.register(app)
     doctor.register(app)
+    measure_device.register(app)
     app.add_typer(passes.make_group(), name="passes")
     app.add_typer(dumps.make_group(), name="dumps")
+    app.add_typer(cache.make_group(), name="cache")
     return app
 
 

@@ -11,7 +11,7 @@ from kimigraph.cli.console import print_json, progress
 from kimigraph.cli.errors import reports_errors
 from kimigraph.ir.errors import UsageError
 
-SUBJECTS = ("kda", "li", "sfa")
+SUBJECTS = ("attnres", "dsa", "kda", "li", "pointwise", "prolog", "sfa")
 
 
 def register(app: typer.Typer) -> None:
@@ -21,7 +21,12 @@ def register(app: typer.Typer) -> None:
 
 def _bench(
     subject: Annotated[
-        str, typer.Argument(metavar="OP", help="What to time: kda, li (indexer with top-k), sfa (attention).")
+        str,
+        typer.Argument(
+            metavar="OP",
+            help="What to time: attnres (attention residuals), dsa (indexer and attention), kda, li (indexer with "
+            "top-k), pointwise (generated kernels), prolog (merged products), sfa.",
+        ),
     ],
     peers: Annotated[bool, typer.Option("--peers", help="Time public kernels that do the same work, too.")] = False,
     only: Annotated[
@@ -43,7 +48,13 @@ def _bench(
         raise UsageError(f"nothing to bench is called {subject!r}: choose {', '.join(SUBJECTS)}")
     chosen = tuple(only or ())
     say = _printer(as_json)
-    measure = _bench_kda if subject == "kda" else _bench_selection
+    measure = {
+        "attnres": _bench_residuals,
+        "dsa": _bench_dsa,
+        "kda": _bench_kda,
+        "pointwise": _bench_pointwise,
+        "prolog": _bench_prolog,
+    }.get(subject, _bench_selection)
     document = measure(subject, peers, chosen, say)
     document["command"] = " ".join(["kimigraph bench", subject, *(["--peers"] if peers else []), *_spelled(chosen)])
     if out is not None:
@@ -58,27 +69,76 @@ def _printer(as_json: bool) -> Callable[[str], None]:
 
 def _bench_selection(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
     from kimigraph.bench import selection
-    from kimigraph.bench.peers import ATTENTION_PEERS, INDEXER_PEERS
+    from kimigraph.bench.peers import ATTENTION_PEERS, INDEXER_PEERS, PREFILL_INDEXER_PEERS, SLOW_PEERS
 
-    known = INDEXER_PEERS if subject == "li" else ATTENTION_PEERS
+    known = (*INDEXER_PEERS, *PREFILL_INDEXER_PEERS) if subject == "li" else ATTENTION_PEERS
     for name in chosen:
         if name not in known:
             raise UsageError(f"--only {name}: choose {', '.join(known)}")
     with progress():
-        return selection.run(subject, chosen or (known if peers else ()), say)
+        usual = tuple(name for name in known if name not in SLOW_PEERS)
+        return selection.run(subject, chosen or (usual if peers else ()), say)
+
+
+def _bench_residuals(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
+    del subject
+    from kimigraph.bench import attention_residual
+    from kimigraph.bench.peers import RESIDUAL_PEERS
+
+    for name in chosen:
+        if name not in RESIDUAL_PEERS:
+            raise UsageError(f"--only {name}: choose {', '.join(RESIDUAL_PEERS)}")
+    with progress():
+        return attention_residual.run(chosen or (RESIDUAL_PEERS if peers else ()), say)
+
+
+def _bench_dsa(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
+    del subject
+    from kimigraph.bench import pair
+    from kimigraph.bench.peers import PAIR_PEERS
+
+    for name in chosen:
+        if name not in PAIR_PEERS:
+            raise UsageError(f"--only {name}: choose {', '.join(PAIR_PEERS)}")
+    with progress():
+        return pair.run(chosen or (PAIR_PEERS if peers else ()), say)
+
+
+def _bench_prolog(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
+    if chosen:
+        raise UsageError(f"--only {chosen[0]}: bench {subject} has no parts")
+    del peers  # cuBLAS comes with torch
+    from kimigraph.bench import prolog
+
+    with progress():
+        return prolog.run(say)
+
+
+def _bench_pointwise(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
+    del subject, peers  # eager and torch.compile are always there
+    from kimigraph.bench import pointwise
+    from kimigraph.bench.pointwise_chains import CHAINS
+
+    known = [chain.name for chain in CHAINS]
+    for name in chosen:
+        if name not in known:
+            raise UsageError(f"--only {name}: choose {', '.join(known)}")
+    with progress():
+        return pointwise.run(chosen, say)
 
 
 def _bench_kda(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
     del subject
     from kimigraph.bench import kda
-    from kimigraph.bench.peers import DECODE_PEERS, PREFILL_PEERS
+    from kimigraph.bench.peers import DECODE_PEERS, PREFILL_PEERS, SLOW_PEERS
 
     known = (*dict.fromkeys(DECODE_PEERS + PREFILL_PEERS),)
     for name in chosen:
         if name not in (*known, "decode", "prefill"):
             raise UsageError(f"--only {name}: choose decode, prefill, {', '.join(known)}")
     parts = [name for name in ("decode", "prefill") if name in chosen] or ["decode", "prefill"]
-    wanted = [name for name in known if name in chosen] or (known if peers else ())
+    quick = [name for name in known if peers and name not in SLOW_PEERS]
+    wanted = [name for name in known if name in chosen] or quick
     with progress():
         return kda.run(wanted, say, decode="decode" in parts, prefill="prefill" in parts)
 

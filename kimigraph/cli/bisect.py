@@ -1,27 +1,19 @@
 """``kimigraph bisect`` and ``kimigraph reduce``: which rewrite is wrong, and the least that shows it."""
 
-import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 
-from kimigraph.cli import compile as compile_command
 from kimigraph.cli.console import print_columns, print_json, progress
 from kimigraph.cli.errors import reports_errors
+from kimigraph.cli.options import with_compile_options
 from kimigraph.ir.config import CompileConfig
-from kimigraph.ir.errors import UsageError
-
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="The reproducer. [default: ./<source>-<pass>-<command>.py]")
-]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
-    app.command("bisect")(reports_errors(_with_compile_options(_bisect)))
-    app.command("reduce")(reports_errors(_with_compile_options(_reduce)))
+    app.command("bisect")(reports_errors(with_compile_options(_bisect)))
+    app.command("reduce")(reports_errors(with_compile_options(_reduce)))
 
 
 def _bisect(source: str, config: CompileConfig, out: Path | None, as_json: bool) -> None:
@@ -59,22 +51,3 @@ def _report(source: str, config: CompileConfig, out: Path | None, as_json: bool,
         typer.echo(f"{document['source']}: pass {document['index']} '{document['pass']}' is at fault")
         rows = [(key, str(document[key])) for key in ("rewrite", "failure", "nodes", "reproducer")]
         print_columns(rows, indent=2)
-
-
-def _with_compile_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command(source, config, out, as_json)`` with the options of ``kimigraph compile``.
-
-    Those that say what to do with the program are taken too and change nothing, so that a line can be pasted.
-    """
-    parameters = [item.replace(annotation=Out) if item.name == "out" else item for item in compile_command.parameters()]
-
-    def wrapped(**options: Any) -> None:
-        configs = compile_command.configurations(options)
-        if len(configs) > 1:
-            raise UsageError(f"{len(configs)} shapes were asked for: look for a fault in one shape at a time")
-        command(options["source"], configs[0], options["out"], options["as_json"])
-
-    wrapped.__doc__, wrapped.__name__ = command.__doc__, command.__name__
-    wrapped.__annotations__ = {item.name: item.annotation for item in parameters}
-    wrapped.__dict__["__signature__"] = inspect.Signature(parameters)
-    return wrapped

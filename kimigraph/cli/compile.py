@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kimigraph.cli.console import print_json, progress
+from kimigraph.cli.console import print_json, shape_progress
 from kimigraph.cli.errors import fail, reports_errors
 from kimigraph.cli.shapes import one_per_shape, parse_overrides
 from kimigraph.cli.summary import print_numerics, print_summary
 from kimigraph.ir import env
-from kimigraph.ir.config import TARGETS, CompileConfig
+from kimigraph.ir.config import MAX_SHAPES, TARGETS, CompileConfig
+from kimigraph.ir.device import read_device_file
 from kimigraph.ir.errors import NumericsError
 
 
@@ -76,6 +77,17 @@ def _compile(
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the model's configuration."),
     ] = None,
+    device_file: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Price decisions for this device (see measure-device), not the target's."),
+    ] = None,
+    max_shapes: Annotated[int, typer.Option(min=1, metavar="N", help="Shapes that one call may ask for.")] = MAX_SHAPES,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Shapes to compile side by side. [default: half the processors, at most 4]"
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Artifact directory. [default: ./<source>-<phase>-<shape>]"),
@@ -93,7 +105,8 @@ def _compile(
     ] = False,
     time_passes: Annotated[bool, typer.Option("--time-passes", help="Report the seconds of each pass.")] = False,
     cache: Annotated[
-        Literal["use", "off", "readonly", "refresh"], typer.Option(help="How to use the compile cache.")
+        Literal["use", "off", "readonly", "refresh", "check"],
+        typer.Option(help="How to use the compile cache; check compiles again and compares."),
     ] = "use",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the summary.")] = False,
 ) -> None:
@@ -105,7 +118,7 @@ def _compile(
       kimigraph compile ./checkpoint --phase prefill --context 512 --target cpu:reference --json
     """
     configs = configurations(locals())
-    documents = _run(source, configs, out)
+    documents = _run(source, configs, out, jobs)
     if as_json:
         print_json(documents if len(documents) > 1 else documents[0])
     else:
@@ -129,12 +142,14 @@ def configurations(options: dict[str, Any]) -> list[CompileConfig]:
         marks=not options["no_marks"],
         random_weights=options["random_weights"],
         overrides=parse_overrides(options["set_field"] or []),
+        device=None if options["device_file"] is None else read_device_file(options["device_file"]),
         cache=options["cache"],
         verify=options["verify"],
         check_numerics=options["check_numerics"],
         time_passes=options["time_passes"],
         report=not options["no_report"],
         dump_passes=str(options["dump_passes"]) if options["dump_passes"] is not None else None,
+        max_shapes=options["max_shapes"],
     )
     return one_per_shape(base, options["batch"] or [], options["tokens"] or [], options["context"] or [])
 
@@ -144,15 +159,15 @@ def parameters() -> list[inspect.Parameter]:
     return list(inspect.signature(_compile).parameters.values())
 
 
-def _run(source: str, configs: list[CompileConfig], out: Path | None) -> list[dict[str, Any]]:
+def _run(source: str, configs: list[CompileConfig], out: Path | None, jobs: int | None) -> list[dict[str, Any]]:
     if configs[0].target == "cpu":
         env.enable_interpreter()  # before the first import of triton, which the next line may bring
-    with progress() as notify:
-        from kimigraph.compiler import compile_source
+    with shape_progress(len(configs)) as watch:
         from kimigraph.tools.numerics import PassNumericsError
+        from kimigraph.tools.shapes import compile_shapes
 
         try:
-            return [report.as_dict() for report in compile_source(source, configs, out, notify)]
+            return [report.as_dict() for report in compile_shapes(source, configs, out, watch, jobs)]
         except PassNumericsError as error:
             print_numerics(error.table, err=True)
             raise

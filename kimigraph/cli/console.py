@@ -50,6 +50,67 @@ def progress() -> Generator[Callable[[str], None]]:
             yield lambda message: status.update(message)
 
 
+@contextmanager
+def reading(what: str) -> Generator[Callable[[int, int], None]]:
+    """``progress`` for work that reads much: the value is a function that is told the bytes read and those to read.
+
+    On a terminal a bar with both, the rate and the time left shows while reading goes on.
+    """
+    with redirect_stdout(sys.stderr):
+        if not sys.stderr.isatty():
+            yield lambda done, total: None
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as Rate
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Rate(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True, highlight=False), transient=True) as bar:
+            task = bar.add_task(what, total=None, visible=False)
+            yield lambda done, total: bar.update(task, completed=done, total=total, visible=done < total)
+
+
+class ShapeProgress:
+    """Shows how many of several shapes are compiled, and what each is at."""
+
+    def __init__(self, bar: Any, total: int) -> None:
+        self._bar, self._tasks = bar, dict[int, Any]()
+        self._all = bar.add_task("compiling", total=total) if bar is not None and total > 1 else None
+
+    def say(self, shape: int, message: str) -> None:
+        """A shape has come to another stage."""
+        if self._bar is not None:
+            if shape not in self._tasks:
+                self._tasks[shape] = self._bar.add_task("", total=None)
+            name = f"shape {shape + 1}: " if self._all is not None else ""
+            self._bar.update(self._tasks[shape], description=f"{name}{message}")
+
+    def done(self, shape: int) -> None:
+        """A shape is finished."""
+        if self._bar is not None and shape in self._tasks:
+            self._bar.remove_task(self._tasks.pop(shape))
+        if self._bar is not None and self._all is not None:
+            self._bar.advance(self._all)
+
+
+@contextmanager
+def shape_progress(total: int) -> Generator[ShapeProgress]:
+    """``progress`` for ``total`` shapes: on a terminal a line for each that is compiling, and a bar where there are
+    several."""
+    with redirect_stdout(sys.stderr):
+        if not sys.stderr.isatty():
+            yield ShapeProgress(None, total)
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+        several = (BarColumn(), MofNCompleteColumn()) if total > 1 else ()
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), *several)
+        console = Console(stderr=True, highlight=False, markup=False)
+        with Progress(*columns, console=console, transient=True) as bar:
+            yield ShapeProgress(bar, total)
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kimigraph.cli.console import print_columns, print_json, progress
+from kimigraph.cli.console import print_columns, print_json, reading
 from kimigraph.cli.errors import fail, reports_errors
 from kimigraph.ir import env
 from kimigraph.ir.errors import CorruptArtifactError, NumericsError, UsageError
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 def _run(
     artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Directory that `kimigraph compile` wrote.")],
     weights: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory with *.safetensors. [default: seeded weights]")
+        Path | None, typer.Option(metavar="DIR", help="Directory of a checkpoint. [default: seeded weights]")
     ] = None,
     inputs: Annotated[
         Path | None,
@@ -39,10 +39,10 @@ def _run(
     """
     if artifact_target(artifact) == "cpu":
         env.enable_interpreter()  # before the first import of triton, which the next line may bring
-    with progress():
+    with reading("reading weights") as watch:
         from kimigraph.run import run_artifact
 
-        result = run_artifact(artifact, weights, inputs, repeat)
+        result = run_artifact(artifact, weights, inputs, repeat, watch)
     if as_json:
         print_json(result)
     else:

@@ -12,6 +12,8 @@ def one_per_shape(
 ) -> list[CompileConfig]:
     """``base`` with every combination of the given sizes, in the given order, each once; no size keeps the default."""
     shapes = dict.fromkeys(product(batches or [base.batch], tokens or [base.tokens], contexts or [base.context]))
+    if len(shapes) > base.max_shapes:
+        raise UsageError(f"{len(shapes)} shapes were asked for, at most {base.max_shapes} may be: raise --max-shapes")
     if len(shapes) > 1 and base.dump_passes is not None:
         raise UsageError(
             f"--dump-passes holds the dumps of one shape, and {len(shapes)} were asked for: compile one at a time"

@@ -36,12 +36,19 @@ def _overview(report: dict[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("graph", f"{graph['nodes_before']} nodes before the passes, {graph['nodes_after']} after"),
         ("launches", f"{launches['before']} before, {launches['after']} after"),
-        ("cache", cache["status"] + (f" ({cache['reason']})" if cache["reason"] else "")),
+        ("cache", _cache_text(cache)),
     ]
     if report["verify"] is not None:
         rows.append(("verify", _verify_text(report["verify"])))
     rows += [(name, report[name]) for name in ("artifact", "dumps", "report") if report[name]]
     return rows
+
+
+def _cache_text(cache: dict[str, Any]) -> str:
+    saved = cache.get("saved_seconds") or 0
+    facts = [cache["reason"], f"saved {saved:.1f} s" if saved else ""]
+    text = "; ".join(fact for fact in facts if fact)
+    return cache["status"] + (f" ({text})" if text else "")
 
 
 def _verify_text(verify: dict[str, Any]) -> str:

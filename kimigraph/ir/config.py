@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 Phase = Literal["decode", "prefill"]
 TARGETS = ("auto", "cpu", "cpu:reference", "cuda", "cuda:sm_90")
+MAX_SHAPES = 16
 
 
 def debug_only(default: Any) -> Any:
@@ -17,6 +18,8 @@ class CompileConfig:
     """Options of one compilation; the command line and the Python API fill the same fields.
 
     ``batch`` and ``tokens`` are sequences and new tokens per sequence; ``context`` is the cache capacity per sequence.
+    ``device`` is the text of a device file to price by (``kimigraph.ir.device``); None: the target's own.
+    ``max_shapes`` is how many programs a compiled model keeps in memory, and how many shapes one command may ask for.
     A shape field that is None takes the default of ``kimigraph compile`` (decode: 1 token; prefill: tokens = context).
     """
 
@@ -35,6 +38,8 @@ class CompileConfig:
     marks: bool = True
     random_weights: bool = False
     overrides: tuple[tuple[str, str], ...] = ()
+    device: str | None = None
+    max_shapes: int = debug_only(MAX_SHAPES)
     cache: str = debug_only("use")
     verify: bool = debug_only(False)
     check_numerics: bool = debug_only(False)

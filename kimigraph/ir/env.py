@@ -4,11 +4,27 @@ import os
 import sys
 from pathlib import Path
 
+from kimigraph.ir.sizes import parse_bytes
+
 
 def cache_directory() -> Path | None:
     """``KIMIGRAPH_CACHE_DIR``, if set: where compiled programs are kept instead of the user's cache directory."""
     value = os.environ.get("KIMIGRAPH_CACHE_DIR")
     return Path(value) if value else None
+
+
+def cache_limit() -> int | None:
+    """``KIMIGRAPH_CACHE_LIMIT``, if set: bytes that the compile cache holds at most, such as ``500M`` or ``20G``.
+
+    UsageError for other text.
+    """
+    value = os.environ.get("KIMIGRAPH_CACHE_LIMIT")
+    return parse_bytes(value) if value else None
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def interpreting() -> bool:
@@ -33,6 +49,11 @@ def show_tracebacks() -> bool:
 def compiler_environment() -> dict[str, str]:
     """The environment for a worker that compiles kernels: this one without the interpreter."""
     return {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+
+
+def environment_with(**changes: str) -> dict[str, str]:
+    """The environment for a process that differs from this one in some variables."""
+    return {**os.environ, **changes}
 
 
 def interpreter_environment() -> dict[str, str]:

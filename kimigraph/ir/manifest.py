@@ -40,9 +40,9 @@ class CubinRecord:
 
 @dataclass(frozen=True)
 class KernelRecord:
-    """One call of a semantic operator: the graph node ``name`` and the kernel file that computes it.
+    """One call of a semantic operator or of a region: the graph node ``name`` and the kernel file that computes it.
 
-    ``bytes`` and ``flops`` are those of the operator's cost; ``replaces`` names the captured nodes it stands for.
+    ``bytes`` and ``flops`` are its cost; ``replaces`` names the captured nodes it stands for.
     """
 
     name: str
@@ -67,7 +67,8 @@ class Manifest:
     """``manifest.json`` of an artifact directory.
 
     ``inputs`` are all placeholders in the order of ``step``; ``preparation`` maps the source name of a weight to the
-    steps that make it from the checkpoint's tensors (absent: as it is). ``in_spec`` and ``out_spec`` are the
+    steps (``kimigraph.ir.preparation``) that make it from the model's own (absent: as it is), and ``sources`` are the
+    weights of the model that these read and ``step`` does not take. ``in_spec`` and ``out_spec`` are the
     serialised tree specifications of the model's signature, None where a container cannot be serialised. ``checksums``
     are the three numbers of ``kimigraph.ir.seeded.checksum`` for every output and mutated input of one step on tensors
     seeded with ``seed``, compared with ``tolerance``; ``reference`` says what computed them (``cpu:reference``; empty:
@@ -84,6 +85,7 @@ class Manifest:
     inputs: tuple[InputSpec, ...] = ()
     outputs: tuple[OutputSpec, ...] = ()
     preparation: dict[str, list[Any]] = field(default_factory=lambda: {})
+    sources: tuple[InputSpec, ...] = ()
     in_spec: str | None = None
     out_spec: str | None = None
     kernels: tuple[KernelRecord, ...] = ()
@@ -117,6 +119,12 @@ class Manifest:
             raise CorruptArtifactError(f"{directory} is no artifact: it has no {MANIFEST_NAME}; {_REMEDY}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CorruptArtifactError(f"{path} cannot be read ({error}); {_REMEDY}") from error
+
+    @property
+    def bound(self) -> tuple[InputSpec, ...]:
+        """What comes with the model, under the model's own names: prepared weights by what they are made of."""
+        taken = tuple(spec for spec in self.inputs if spec.bound and spec.source not in self.preparation)
+        return taken + self.sources
 
     @property
     def random_weights(self) -> bool:
@@ -178,6 +186,7 @@ def _parse(document: dict[str, Any]) -> dict[str, Any]:
     known = {key: value for key, value in document.items() if key in Manifest.__dataclass_fields__}
     known["files"] = tuple(FileRecord(**record) for record in known["files"])
     known["inputs"] = tuple(InputSpec(**_tuples(record)) for record in known["inputs"])
+    known["sources"] = tuple(InputSpec(**_tuples(record)) for record in known.get("sources", ()))
     known["outputs"] = tuple(OutputSpec(**record) for record in known["outputs"])
     known["kernels"] = tuple(_kernel(record) for record in known["kernels"])
     return known

@@ -170,7 +170,7 @@ def _function(name: str, graph_module: GraphModule, reserved: frozenset[str], ti
     parameters = [names[node] for node in graph.nodes if node.op == "placeholder"]
     lines = [*_signature(name, parameters), f'    """{title}"""']
     module = None
-    dying = _last_uses(graph)
+    dying, known = _last_uses(graph), dict[Node, Node]()
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
@@ -178,7 +178,7 @@ def _function(name: str, graph_module: GraphModule, reserved: frozenset[str], ti
             module = module_path(node)
             kind = module_class(node)
             lines.append(f"    # {module or 'top'}{f' ({kind})' if kind else ''}")
-        lines.append("    " + _statement(node, names, dying.get(node, ())))
+        lines.append("    " + _statement(node, names, dying.get(node, ()), known))
     return "\n".join(lines)
 
 
@@ -205,7 +205,7 @@ def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
     return dying
 
 
-def _statement(node: Node, names: dict[Node, str], dying: Iterable[Node]) -> str:
+def _statement(node: Node, names: dict[Node, str], dying: Iterable[Node], known: dict[Node, Node]) -> str:
     def name_of(argument: Node) -> str:
         return names[argument]
 
@@ -215,12 +215,12 @@ def _statement(node: Node, names: dict[Node, str], dying: Iterable[Node]) -> str
     freed = [names[argument] for argument in dying]
     statement = f"{names[node]} = {call}" if node.users else call
     freed = [name for name in freed if node.users or name != names[node]]
-    return statement + (f"; del {', '.join(freed)}" if freed else "") + f"  # {_comment(node, names)}"
+    return statement + (f"; del {', '.join(freed)}" if freed else "") + f"  # {_comment(node, names, known)}"
 
 
-def _comment(node: Node, names: dict[Node, str]) -> str:
+def _comment(node: Node, names: dict[Node, str], known: dict[Node, Node]) -> str:
     facts = [describe(node.meta["val"]) if "val" in node.meta else "?"]
-    written = dict.fromkeys(names.get(storage_root(argument), "?") for argument in mutated_arguments(node))
+    written = dict.fromkeys(names.get(storage_root(argument, known), "?") for argument in mutated_arguments(node))
     if written:
         facts.append(f"writes {', '.join(written)}")
     if node.meta.get("selects"):

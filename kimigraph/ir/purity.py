@@ -53,17 +53,26 @@ def mutated_arguments(node: Node) -> list[Node]:
     return [] if schemas.is_plain_function(node.target) else list(node.all_input_nodes)
 
 
-def storage_root(node: Node) -> Node:
+def storage_root(node: Node, known: dict[Node, Node] | None = None) -> Node:
     """The placeholder or producing node whose storage ``node`` shares.
 
     Views and in-place results are walked through, ``getitem`` of several results and regions too. An operator that
-    returns a view only sometimes (``reshape``, ``contiguous``, ``to``) counts as a view.
+    returns a view only sometimes (``reshape``, ``contiguous``, ``to``) counts as a view. Whoever asks for many nodes of
+    a graph that does not change meanwhile hands in ``known``, a dict that starts empty: a buffer that is written a
+    thousand times is a chain of a thousand nodes, and each is then walked once.
     """
-    while True:
+    known = {} if known is None else known
+    walked: list[Node] = []
+    while node not in known:
+        walked.append(node)
         source = _alias_source(node, 0)
         if source is None:
-            return node
-        node = source
+            known[node] = node
+        else:
+            node = source
+    root = known[node]
+    known.update(dict.fromkeys(walked, root))
+    return root
 
 
 def mutation_between(graph: Graph, root: Node, first: Node, last: Node) -> Node | None:
@@ -71,13 +80,14 @@ def mutation_between(graph: Graph, root: Node, first: Node, last: Node) -> Node 
 
     ``first`` must stand before ``last`` in the graph; ValueError otherwise.
     """
-    storage = storage_root(root)
+    known: dict[Node, Node] = {}
+    storage = storage_root(root, known)
     found = None
     node = first.next
     while node is not last:
         if node.op == "root":
             raise ValueError(f"node {first.name} does not stand before {last.name} in the graph")
-        if found is None and any(storage_root(written) is storage for written in mutated_arguments(node)):
+        if found is None and any(storage_root(written, known) is storage for written in mutated_arguments(node)):
             found = node
         node = node.next
     return found
@@ -143,7 +153,8 @@ def _mutated_by_region(node: Node) -> list[Node]:
     child = region_module(node)
     if child is None:
         return list(node.all_input_nodes)
-    roots = {storage_root(written) for inner in child.graph.nodes for written in mutated_arguments(inner)}
+    known: dict[Node, Node] = {}
+    roots = {storage_root(written, known) for inner in child.graph.nodes for written in mutated_arguments(inner)}
     outer = (_outer_argument(node, child, inner) for inner in child.graph.nodes if inner in roots)
     return [argument for argument in outer if argument is not None]
 

@@ -8,6 +8,7 @@ import inspect
 import operator
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ def read_program(
 ) -> CapturedProgram:
     """The program whose printed ``step`` function, ``INPUTS``, ``OUTPUTS`` and ``CONSTANTS`` these are.
 
-    Raises CompileError naming the line for a statement that no printed program has, a call of a region among them.
+    Raises CompileError naming the line for a statement that no printed program has.
     """
-    tree = ast.parse(textwrap.dedent(inspect.getsource(step))).body[0]
-    assert isinstance(tree, ast.FunctionDef)
-    reader = _Reader(inputs, inspect.unwrap(step).__globals__, constants)
-    for statement in tree.body:
+    reader = _Reader(inspect.unwrap(step).__globals__, constants)
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # for sizes that depend on data
+    for spec in inputs:
+        node = reader.input(spec.name)
+        with mode:
+            node.meta["val"] = torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype))
+    for statement in _function(step).body:
         reader.read(statement)
     graph_module = GraphModule(reader.root, reader.graph)
     with enable_python_dispatcher():  # some operators take no symbolic size without it
@@ -46,18 +50,15 @@ def read_program(
 class _Reader:
     """Reads statements one by one into a graph; ``_names`` maps variables to nodes."""
 
-    def __init__(
-        self, inputs: Sequence[InputSpec], variables: Mapping[str, Any], constants: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, variables: Mapping[str, Any], constants: Mapping[str, torch.Tensor]) -> None:
         self.graph, self.root = Graph(), torch.nn.Module()
         self._variables, self._constants = dict(variables), constants
         self._names: dict[str, Node] = {}
-        mode = FakeTensorMode(shape_env=ShapeEnv())  # for sizes that depend on data
-        for spec in inputs:
-            node = self.graph.placeholder(spec.name)
-            with mode:
-                node.meta["val"] = torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype))
-            self._names[spec.name] = node
+
+    def input(self, name: str) -> Node:
+        """The next placeholder."""
+        self._names[name] = self.graph.placeholder(name)
+        return self._names[name]
 
     def read(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Return) and statement.value is not None:
@@ -80,6 +81,8 @@ class _Reader:
             target = self._value(expression.func)
             args = tuple(self._value(argument) for argument in expression.args)
             kwargs = {str(keyword.arg): self._value(keyword.value) for keyword in expression.keywords}
+            if isinstance(target, FunctionType) and target.__name__.startswith("run_"):
+                return self._region(target, args, name)
         else:
             raise _unreadable(expression)
         if not isinstance(target, OpOverload) and getattr(target, "__module__", "") not in (
@@ -89,6 +92,23 @@ class _Reader:
         ):
             raise _unreadable(expression)
         return self.graph.create_node("call_function", target, args, kwargs, name=name)
+
+    def _region(self, function: FunctionType, args: tuple[Any, ...], name: str | None) -> Node:
+        """A call of the region that is printed as ``function``; its docstring says what it is called."""
+        tree = _function(function)
+        title = (ast.get_docstring(tree) or "").removeprefix("Region ").removesuffix(".")
+        target, _, kind = title.partition(", ")
+        if not hasattr(self.root, target):
+            inner = _Reader(self._variables, self._constants)
+            for parameter in tree.args.args:
+                inner.input(parameter.arg)
+            for statement in tree.body:
+                inner.read(statement)
+            self.root.add_module(target, GraphModule(inner.root, inner.graph))
+        node = self.graph.create_node("call_module", target, args, {}, name=name)
+        if kind:
+            node.meta["region"] = kind
+        return node
 
     def _constant(self, name: str) -> Node:
         attribute = name.replace(".", "_")
@@ -101,8 +121,14 @@ class _Reader:
         return eval(code, self._variables, self._names)
 
 
+def _function(function: Callable[..., Any]) -> ast.FunctionDef:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    return tree
+
+
 def _unreadable(node: ast.stmt | ast.expr) -> CompileError:
     return CompileError(
-        f"line {node.lineno} of the printed step, `{ast.unparse(node)}`, is no statement of a printed program without "
-        "regions, so it cannot be read back"
+        f"line {node.lineno} of the printed step, `{ast.unparse(node)}`, is no statement of a printed program, so it "
+        "cannot be read back"
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from kimigraph.ir.deferred import DeferredGraphModule
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.purity import mutated_arguments, region_module, storage_root
 
@@ -26,7 +27,7 @@ def extract_region(graph_module: GraphModule, nodes: Collection[Node], name: str
     """
     graph = graph_module.graph
     members = set(nodes)
-    inside = [node for node in graph.nodes if node in members]
+    inside = sorted(members)  # nodes compare by their place in the graph
     _check_extractable(graph_module, inside, name)
     outputs = [node for node in inside if any(user not in members for user in node.users)]
     place = _place(graph, inside, outputs)
@@ -89,7 +90,7 @@ def copy_graph_module(graph_module: GraphModule) -> GraphModule:
     output = graph.output(result)
     for old in graph_module.graph.nodes:
         (output if old.op == "output" else values[old]).meta = dict(old.meta)
-    copy = GraphModule(graph_module, graph)
+    copy = DeferredGraphModule(graph_module, graph)
     copy.meta = dict(graph_module.meta)
     for name in {str(node.target) for node in graph.nodes if node.op == "call_module"}:
         child = graph_module.get_submodule(name)
@@ -113,14 +114,14 @@ def _place(graph: Graph, inside: Sequence[Node], outputs: Sequence[Node]) -> Nod
     first, last = inside[0], inside[-1]
     between: list[Node] = []
     node = first
+    members = set(inside)
     while node is not last:
-        if node not in inside:
+        if node not in members:
             between.append(node)
         node = node.next
     early = next((n for n in between if any(argument in outputs for argument in n.all_input_nodes)), None)
-    position = {node: index for index, node in enumerate(graph.nodes)}
     if early is None:
-        _check_order(inside, between, lambda node, other: position[node] < position[other])
+        _check_order(inside, between, lambda node, other: node < other)
         return last.next
     late = next((n for n in between if any(user in inside for user in n.users)), None)
     if late is not None:
@@ -128,7 +129,7 @@ def _place(graph: Graph, inside: Sequence[Node], outputs: Sequence[Node]) -> Nod
             f"nodes {first.name} to {last.name} cannot become one region: {early.name} between them uses a result of"
             f" theirs and {late.name} gives them an argument"
         )
-    _check_order(inside, between, lambda node, other: position[node] > position[other])
+    _check_order(inside, between, lambda node, other: node > other)
     return first
 
 
@@ -176,7 +177,7 @@ def _child(
     root = torch.nn.Module()
     for target, module in called.items():
         root.add_module(target, module)
-    return GraphModule(root, graph), inputs
+    return DeferredGraphModule(root, graph), inputs
 
 
 def _connect(graph: Graph, call: Node, outputs: Sequence[Node], inside: set[Node]) -> None:

@@ -41,7 +41,7 @@ def seeded_tensor(
     values = torch.randn(shape, generator=random)
     if kind == "weight":
         if len(shape) > 1:
-            values *= shape[-1] ** -0.5
+            values *= max(shape[-1], 1) ** -0.5
         else:
             values = 1 + 0.1 * values if "norm" in name and not name.endswith("bias") else 0.1 * values
     return values.to(dtype)

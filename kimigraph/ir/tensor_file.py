@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-_NAMES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -25,11 +26,12 @@ _NAMES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""What a file calls the types of torch."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write ``tensors`` sorted by name, so that equal tensors give equal files; ValueError for an unknown dtype."""
-    spelled = {dtype: name for name, dtype in _NAMES.items()}
+    spelled = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, object] = {}
     offset = 0
     for name, tensor in sorted(tensors.items()):
@@ -63,13 +65,13 @@ def read_tensors(
         for name, record in header.items():
             if name == "__metadata__" or (names is not None and name not in names):
                 continue
-            if record["dtype"] not in _NAMES:
+            if record["dtype"] not in DTYPES:
                 raise ValueError(f"{path}: {name} has the unknown dtype {record['dtype']}")
             begin, end = record["data_offsets"]
             stream.seek(8 + length + begin)
             data = bytearray(stream.read(end - begin))
             if len(data) != end - begin:
                 raise ValueError(f"{path} was cut short: {name} is incomplete")
-            dtype = _NAMES[record["dtype"]]
+            dtype = DTYPES[record["dtype"]]
             flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
             yield name, flat.reshape(record["shape"]).to(device)

@@ -18,6 +18,7 @@ from kimigraph.ir.schemas import argument, is_plain_function
 _CACHES = {
     "lightning_indexer": ("keys",),
     "sparse_attention": ("latent", "rope"),
+    "latent_attention": ("latent", "rope"),
     "latent_write": ("latent", "rope"),
     "index_key_write": ("keys",),
 }
@@ -149,9 +150,10 @@ def _check_writes(program: CapturedProgram) -> None:
 
 
 def _writes(graph_module: GraphModule) -> Iterator[tuple[Node, Node]]:
+    known: dict[Node, Node] = {}
     for node in graph_module.graph.nodes:
         for found in mutated_arguments(node):
-            yield node, storage_root(found)
+            yield node, storage_root(found, known)
 
 
 def _check_value(node: Node) -> None:

@@ -16,7 +16,7 @@ def summary(data: ReportData) -> Html:
     document = data.document
     graph, launches = document.get("graph") or {}, document.get("launches") or {}
     timing, cache = document.get("timing") or {}, document.get("cache") or {}
-    estimate = graph.get("estimated_us")
+    estimate, priced_for = graph.get("estimated_us"), graph.get("estimated_for") or "a device"
     rows: list[tuple[str, Child]] = [
         ("source", document.get("source")),
         ("phase", document.get("phase")),
@@ -24,7 +24,7 @@ def summary(data: ReportData) -> Html:
         ("target", document.get("target")),
         ("graph", f"{graph.get('nodes_before', 0):,} nodes before the passes, {graph.get('nodes_after', 0):,} after"),
         ("launches", f"{launches.get('before', 0):,} before, {launches.get('after', 0):,} after"),
-        ("estimated step", seconds(estimate / 1e6) + " (roofline of one H200)" if estimate else None),
+        ("estimated step", f"{seconds(estimate / 1e6)} (cost model of {priced_for})" if estimate else None),
         ("verified", _verified(document.get("verify"))),
         ("compile time", _times(timing)),
         ("cache", " ".join(filter(None, (cache.get("status"), f"({cache['reason']})" if cache.get("reason") else "")))),

@@ -14,7 +14,7 @@ import torch
 
 import kimigraph
 from kimigraph.ir import env
-from kimigraph.runtime.compile_cache import default_root
+from kimigraph.runtime.cache import default_root
 
 LEAST = {"torch": (2, 11), "triton": (3, 6), "transformers": (5, 24), "onnx": (1, 18), "onnxruntime": (1, 22)}
 """The oldest release of each package that kimigraph works with; the last three are optional."""

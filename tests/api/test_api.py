@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,6 @@ def test_another_dtype_is_another_program() -> None:
 
 
 def test_programs_in_memory_are_bounded_and_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "MAX_SHAPES", 2)
     captures: list[int] = []
     original = api.capture_module
 
@@ -115,7 +115,7 @@ def test_programs_in_memory_are_bounded_and_reused(monkeypatch: pytest.MonkeyPat
         return original(module, args, *rest)
 
     monkeypatch.setattr(api, "capture_module", counted)
-    compiled = kimigraph.optimize(Model(), (x_of(1), fresh()), REFERENCE)
+    compiled = kimigraph.optimize(Model(), (x_of(1), fresh()), replace(REFERENCE, max_shapes=2))
     first = Path(str(compiled.report().artifact))
     for rows in (2, 1, 2, 1, 3, 1, 2):
         assert_same(compiled(x_of(rows), fresh()), Model()(x_of(rows), fresh()))
@@ -147,7 +147,8 @@ def test_report_and_explain(compiled: kimigraph.Compiled) -> None:
     report = compiled.report()
     assert (report.source, report.target, report.cache["status"]) == ("Model", "cpu:reference", "miss")
     assert [entry["rule"] for entry in report.fusions] == [
-        "raise-kda", "fuse-lightning-indexer", "fuse-sparse-attention"
+        "raise-kda", "raise-attention-residual", "raise-cache-writes", "raise-norms", "fuse-lightning-indexer", "fuse-sparse-attention", "fuse-indexer-attention", "merge-horizontal",
+        "fuse-pointwise",
     ]  # fmt: skip
     assert "came near" in compiled.explain("fuse-sparse-attention")
     with pytest.raises(UsageError, match="fuse-nothing left no remark"):
@@ -243,7 +244,16 @@ def test_a_model_of_the_package_is_optimized_like_any_other(kimi: str) -> None:
     model, args, _ = source.build(5)
     compiled = kimigraph.optimize(model, args, config)
     counts = {entry["rule"]: entry["count"] for entry in compiled.report().fusions}
-    assert counts == {"raise-kda": 1, "fuse-lightning-indexer": 1, "fuse-sparse-attention": 1}
+    assert counts.pop("merge-horizontal") > 0 and counts.pop("fuse-pointwise") > 0
+    assert counts.pop("raise-norms") > 0
+    assert counts == {
+        "raise-kda": 1,
+        "raise-attention-residual": 2,
+        "raise-cache-writes": 0,
+        "fuse-lightning-indexer": 1,
+        "fuse-sparse-attention": 1,
+        "fuse-indexer-attention": 0,
+    }
     _, same, _ = source.build(5)
     with torch.no_grad():
         want = model(*args)

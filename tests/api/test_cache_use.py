@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import kimigraph.compiler as compiler
-from kimigraph.capture import load_source
+from kimigraph.capture import capture, load_source
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.remarks import PassResult
 from kimigraph.keys import SETTLED, front_components, graph_components, tree_hash
 from kimigraph.passes import Pass, Pipeline, default_pipeline
-from kimigraph.runtime.compile_cache import digest
+from kimigraph.runtime.cache import Place, digest
 
 VALID: dict[str, Any] = {
     "target": "cpu",
@@ -49,14 +49,17 @@ FRONT_KEY = """
 import sys
 import kimigraph.keys as keys
 keys.compiler_hash = lambda: "a compiler"
-from kimigraph.capture import load_source
+from kimigraph.capture import capture, load_source
 from kimigraph.ir.config import CompileConfig
-from kimigraph.keys import front_components
+from kimigraph.keys import front_components, graph_components
 from kimigraph.passes import default_pipeline
-from kimigraph.runtime.compile_cache import digest
+from kimigraph.runtime.cache import digest
 config = CompileConfig(context=8, target="cpu:reference")
 model = load_source(sys.argv[1], config)
-print(digest(front_components(model.key, config, default_pipeline(config), config.target, model.shape_key)))
+pipeline = default_pipeline(config)
+print(digest(front_components(model.key, config, pipeline, config.target, model.shape_key)))
+captured = capture(model, config, weights=False)
+print(digest(graph_components(captured, config, pipeline, config.target)))
 """
 
 SECOND_PROCESS = """
@@ -112,12 +115,15 @@ def test_a_second_process_hits_without_capturing(
 def test_keys_are_equal_across_processes_folders_and_times(
     kimi: str, tmp_path: Path, python: Callable[..., str]
 ) -> None:
-    expected = front_key(kimi, CompileConfig(context=8, target="cpu:reference"))
+    config = CompileConfig(context=8, target="cpu:reference")
+    captured = capture(load_source(kimi, config), config)
+    graph = digest(graph_components(captured, config, default_pipeline(config), config.target))
     moved = tmp_path / "copy"
     shutil.copytree(kimi, moved)
     os.utime(moved / "config.json", (1, 1))
-    found = python(FRONT_KEY, moved, cwd=tmp_path, PYTHONHASHSEED="1", HOME="/nonexistent", PORT="1234")
-    assert found.strip() == expected
+    for seed in ("1", "2"):
+        found = python(FRONT_KEY, moved, cwd=tmp_path, PYTHONHASHSEED=seed, HOME="/nonexistent", PORT="1234")
+        assert found.split() == [front_key(kimi, config), graph]
 
 
 @pytest.mark.parametrize("field", [f.name for f in fields(CompileConfig)])
@@ -153,18 +159,98 @@ def test_the_compilers_own_files_are_in_the_key(tmp_path: Path, monkeypatch: pyt
     (root / "passes").symlink_to("../room")
     (room / "rewrite.py").write_text("a = 1")
     (root / "table.json").write_text("{}")
-    seen = {tree_hash(root)}
+    seen = {digest(tree_hash(root))}
     for path, text in ((room / "rewrite.py", "a = 2"), (root / "table.json", "[]"), (room / "more.py", "")):
         path.write_text(text)
-        seen.add(tree_hash(root))
+        seen.add(digest(tree_hash(root)))
     assert len(seen) == 4
     (room / "__pycache__").mkdir()
     (room / "__pycache__" / "rewrite.pyc").write_bytes(b"1")
     os.utime(room / "rewrite.py", (1, 1))
-    assert tree_hash(root) in seen
+    assert digest(tree_hash(root)) in seen
+    assert set(tree_hash(root)) == {"passes", "top"}
     base = front_key(kimi, CompileConfig(context=8))
     monkeypatch.setattr("kimigraph.keys.compiler_hash", lambda: "another compiler")
     assert front_key(kimi, CompileConfig(context=8)) != base
+
+
+def test_an_edit_of_any_template_pass_or_builder_is_another_key(tmp_path: Path) -> None:
+    package = Path(compiler.__file__).parent
+    copy = tmp_path / "package"
+    for room in ("passes", "codegen"):
+        shutil.copytree(package / room, copy / room, ignore=shutil.ignore_patterns("__pycache__"))
+    before = tree_hash(copy)
+    files = sorted(copy.rglob("*.py"))
+    assert len(files) > 80
+    for path in files:
+        text = path.read_bytes()
+        path.write_bytes(text + b"\n")
+        after = tree_hash(copy)
+        room = path.relative_to(copy).parts[0]
+        assert {name for name in before if before[name] != after[name]} == {room}, path
+        path.write_bytes(text)
+    assert tree_hash(copy) == before
+
+
+@pytest.mark.parametrize("what", ["toy", "decode", "prefill"])
+def test_what_is_compiled_again_is_equal_byte_by_byte(
+    what: str, toy: str, kimi: str, compiled: Any, tmp_path: Path, cache_root: Path
+) -> None:
+    source, options = (toy, {}) if what == "toy" else (kimi, {"phase": what, "context": 8, "tokens": None})
+    assert compiled(source, **options).cache["status"] == "miss"
+    again = compiled(source, cache="check", **options)
+    assert (again.cache["status"], again.cache["reason"]) == ("bypass", "--cache check: equal to the stored entry")
+    (entry,) = Place(cache_root).entries()
+    files = json.loads((entry / "entry.json").read_text())["body"]["files"]
+    assert len(files) > 8
+
+
+@pytest.mark.slow
+def test_cubins_compiled_again_are_equal_byte_by_byte(
+    kimi: str, compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / f"triton{number}"))
+        report = compiled(kimi, target="cuda:sm_90", context=64, cache="check" if number else "use")
+    assert report.cache["reason"] == "--cache check: equal to the stored entry"
+
+
+def test_a_compiler_that_is_not_deterministic_is_found_out(
+    toy: str, compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kimigraph.ir.errors import CorruptArtifactError
+
+    compiled(toy)
+    original = compiler.build_artifact
+
+    def restless(program: Any, target: str, directory: Path, **options: Any) -> Any:
+        manifest = original(program, target, directory, **options)
+        with (directory / "program.py").open("a") as file:
+            file.write("# 12:30\n")
+        return manifest
+
+    monkeypatch.setattr(compiler, "build_artifact", restless)
+    with pytest.raises(CorruptArtifactError, match=r"other bytes in artifact/program\.py"):
+        compiled(toy, cache="check")
+
+
+def test_a_hit_says_what_it_saved(toy: str, compiled: Any) -> None:
+    first = compiled(toy)
+    assert first.cache["saved_seconds"] == 0
+    second = compiled(toy)
+    assert 0 < second.cache["saved_seconds"] < first.timing["total"]
+
+
+def test_a_program_with_cubins_has_a_key_without_versions(kimi: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CompileConfig(context=8, target="cuda:sm_90")
+    keys: set[str] = set()
+    for version in ("2.11.0", "2.13.0"):
+        monkeypatch.setattr(torch, "__version__", version)
+        monkeypatch.setattr("kimigraph.keys.version", lambda name, value=version: value)
+        monkeypatch.setattr("kimigraph.capture.identity.version", lambda name, value=version: value)
+        keys.add(front_key(kimi, config))
+        keys.add(front_key(kimi, replace(config, target="cpu")))
+    assert len(keys) == 3  # one ahead of time, two for Triton
 
 
 def test_the_rooms_that_are_links_are_in_the_compilers_hash() -> None:
@@ -220,7 +306,7 @@ def test_equal_graphs_share_an_entry_and_others_do_not(toy: str, compiled: Any, 
     second = compiled(toy)
     assert (second.cache["status"], second.cache["key"]) == ("hit", first.cache["key"])
     assert "capture" in second.timing
-    assert len(list((cache_root / "v1" / "front").rglob("*.json"))) == 2
+    assert len(list(Place(cache_root).front_files())) == 2
     assert "capture" not in compiled(toy).timing
 
 

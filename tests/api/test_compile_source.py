@@ -218,9 +218,49 @@ def test_a_required_fusion_that_does_not_fire_says_why_and_is_not_kept(
 @pytest.mark.parametrize(
     ("fields", "rules"),
     [
-        ({}, ["raise-kda", "fuse-lightning-indexer", "fuse-sparse-attention"]),
-        ({"stop_after": "fuse-lightning-indexer"}, ["raise-kda", "fuse-lightning-indexer"]),
-        ({"disabled_passes": ("raise-kda",)}, ["fuse-lightning-indexer", "fuse-sparse-attention"]),
+        (
+            {},
+            [
+                "raise-kda",
+                "raise-attention-residual",
+                "raise-cache-writes",
+                "raise-norms",
+                "fuse-lightning-indexer",
+                "fuse-sparse-attention",
+                "fuse-indexer-attention",
+                "merge-horizontal",
+                "fuse-pointwise",
+            ],
+        ),
+        (
+            {"opt_level": 1},
+            [
+                "raise-kda",
+                "raise-attention-residual",
+                "raise-cache-writes",
+                "raise-norms",
+                "fuse-lightning-indexer",
+                "fuse-sparse-attention",
+                "fuse-indexer-attention",
+            ],
+        ),
+        (
+            {"stop_after": "fuse-lightning-indexer"},
+            ["raise-kda", "raise-attention-residual", "raise-cache-writes", "raise-norms", "fuse-lightning-indexer"],
+        ),
+        (
+            {"disabled_passes": ("raise-kda",)},
+            [
+                "raise-attention-residual",
+                "raise-cache-writes",
+                "raise-norms",
+                "fuse-lightning-indexer",
+                "fuse-sparse-attention",
+                "fuse-indexer-attention",
+                "merge-horizontal",
+                "fuse-pointwise",
+            ],
+        ),
         ({"passes": "canonicalize,raise-kda"}, ["raise-kda"]),
         ({"opt_level": 0}, []),
     ],

@@ -27,15 +27,27 @@ class Recorder:
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
     def compile_source(
-        self, source: str, configs: list[CompileConfig], out: Path | None, notify: Callable[[str], None]
+        self,
+        source: str,
+        configs: list[CompileConfig],
+        out: Path | None,
+        notify: Callable[[str], None],
+        below: bool | None = None,
     ) -> list[CompileReport]:
         self.calls.append((source, out))
-        self.configs = configs
+        self.configs += configs
         notify("capturing")
         self.speak()
         return self.reports or [CompileReport(source=source, shape_key=f"b{c.batch}") for c in configs]
 
-    def run_artifact(self, directory: Path, weights: Path | None, inputs: Path | None, repeat: int) -> dict[str, Any]:
+    def run_artifact(
+        self,
+        directory: Path,
+        weights: Path | None,
+        inputs: Path | None,
+        repeat: int,
+        watch: Callable[[int, int], None],
+    ) -> dict[str, Any]:
         self.calls.append((directory, weights, inputs, repeat))
         self.speak()
         return self.result

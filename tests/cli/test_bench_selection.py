@@ -6,7 +6,7 @@ import pytest
 import torch
 
 
-@pytest.mark.parametrize("subject", ["li", "sfa"])
+@pytest.mark.parametrize("subject", ["dsa", "li", "sfa"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_the_remedy_is_named(cli: Any, subject: str) -> None:
     done = cli("bench", subject)
@@ -16,7 +16,10 @@ def test_without_a_gpu_the_remedy_is_named(cli: Any, subject: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("dsa",), "nothing to bench is called 'dsa': choose kda, li, sfa"),
+        (
+            ("attention",),
+            "nothing to bench is called 'attention': choose attnres, dsa, kda, li, pointwise, prolog, sfa",
+        ),
         (("li", "--only", "flash_mla"), "--only flash_mla: choose deep_gemm"),
         (("sfa", "--only", "fla"), "--only fla: choose flash_mla"),
     ],

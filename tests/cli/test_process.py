@@ -53,7 +53,7 @@ def test_a_missing_package_is_named_without_a_traceback() -> None:
 SLOW = """
 import sys, time, types
 module = types.ModuleType("kimigraph.compiler")
-def compile_source(*arguments):
+def compile_source(*arguments, **options):
     print("started", file=sys.stderr, flush=True)
     time.sleep(60)
 module.compile_source = compile_source
@@ -78,7 +78,7 @@ STAGES = """
 import sys, time, types
 from kimigraph.ir.report import CompileReport
 module = types.ModuleType("kimigraph.compiler")
-def compile_source(source, configs, out, notify):
+def compile_source(source, configs, out, notify, below=False):
     notify("capturing the model")
     time.sleep(0.5)
     return [CompileReport(source=source, shape_key="b1")]
