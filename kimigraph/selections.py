@@ -57,6 +57,8 @@ def _filled(given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     those of the top-k's own picks that the program does not list.
     """
     picks = own.shape[-1]
+    if not picks:  # nothing to pick from: a pool that no key has filled yet
+        return own
     rows = given.to(own.device, torch.int64).reshape(*own.shape[:-1], -1)
     unlisted = (own.unsqueeze(-1) != rows.unsqueeze(-2)).all(-1)
     rank = torch.cat([(rows < 0) * 2, 2 - unlisted.long()], -1)  # 0 listed, 1 to fill up with, 2 left out
@@ -96,6 +98,8 @@ def check_selections(captured: Selections, program: dict[str, torch.Tensor], tol
             continue
         scores = captured.scores[name].float()
         width = scores.shape[-1]
+        if not captured.picked[name].numel():
+            continue
         scores = scores.reshape(-1, width)
         want = _as_mask(captured.picked[name].reshape(scores.shape[0], -1), width) & (scores > HIDDEN)
         got = _as_mask(picks.to(scores.device, torch.int64).reshape(scores.shape[0], -1), width) & (scores > HIDDEN)

@@ -62,3 +62,21 @@ def test_given_picks_replace_those_of_the_graph(given: tuple[int, ...], filled: 
     assert indices.tolist() == [filled]
     assert torch.equal(values, SCORES[:, filled])
     assert interpreter.selections.picked[node].tolist() == [[0, 1, 2]]
+
+
+def test_pools_that_no_key_has_filled_have_nothing_to_compare() -> None:
+    nothing = Selections({"topk": torch.empty(2, 1, 0, dtype=torch.int64)}, {"topk": torch.empty(2, 1, 0)})
+    assert check_selections(nothing, {"topk": torch.full((2, 1, 8), -1)}, 1e-4) == 0
+
+
+class PickAll(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, indices = torch.topk(x, x.shape[-1], dim=-1)
+        return values + 1, indices
+
+
+def test_given_picks_of_nothing_are_nothing() -> None:
+    program = capture_module(PickAll(), (torch.empty(2, 0),), {}, CompileConfig())
+    (node,) = [node.name for node in program.graph_module.graph.nodes if node.target == torch.ops.aten.topk.default]
+    values, indices = SelectionInterpreter(program, {node: torch.full((2, 4), -1)}).run(torch.empty(2, 0))
+    assert values.shape == indices.shape == (2, 0)

@@ -137,6 +137,21 @@ def test_a_truncated_fork_writes_none_of_its_originals_rows() -> None:
     assert values(cache, second) == [1.0] * 2 + [2.0] * 4
 
 
+def test_a_fork_takes_no_page_of_which_no_token_was_committed() -> None:
+    cache = new_cache()
+    first = grown(cache, 3, 1.0)
+    grow(cache, first, 1, 1.0)
+    cache.reserve({first: 6})
+    cache.commit({first: 0})
+    assert len(first.pages) == 3
+    second = cache.fork(first)
+    assert second.pages == first.pages[:1]
+    grow(cache, first, 6, 2.0)
+    grow(cache, second, 6, 3.0)
+    assert values(cache, first) == [1.0] * 4 + [2.0] * 6
+    assert values(cache, second) == [1.0] * 4 + [3.0] * 6
+
+
 def test_truncation_to_the_length_gives_back_what_was_reserved() -> None:
     cache = new_cache()
     table = grown(cache, 3, 1.0)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from kimigraph.ir.errors import UsageError
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.preparation import prepare
 from kimigraph.run import run_artifact
+from kimigraph.runtime.executor import Executor
+from kimigraph.runtime.prepared import prepare_in_place
 
 
 class TwoProducts(nn.Module):
@@ -106,6 +109,41 @@ def test_a_missing_weight_is_named_as_the_model_names_it(optimized: Any, tmp_pat
     artifact = Path(optimized(TwoProducts()).save(tmp_path / "artifact"))
     with pytest.raises(UsageError, match=r"not given: second\.weight"):
         kimigraph.load(artifact, {"first.weight": torch.zeros(8, 16)})
+
+
+def test_weights_that_are_given_up_leave_memory_one_by_one() -> None:
+    tensors = {"a": torch.ones(2), "b": torch.zeros(3), "c": torch.full((1,), 2.0)}
+    watched = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
+    alive: list[set[str]] = []
+
+    class Watching(dict[str, torch.Tensor]):
+        def __setitem__(self, name: str, value: torch.Tensor) -> None:
+            super().__setitem__(name, value)
+            alive.append({name for name, reference in watched.items() if reference() is not None})
+
+    held = Watching(tensors)
+    tensors.clear()
+    cat = {"op": "cat", "dim": 0}
+    prepare_in_place({"ab": [{**cat, "of": ["a", "b"]}], "ba": [{**cat, "of": ["b", "c"]}]}, held, {"a", "b"})
+    assert alive == [{"a", "b", "c"}, {"b", "c"}]
+    assert {name: tensor.tolist() for name, tensor in held.items()} == {
+        "c": [2.0],
+        "ab": [1.0, 1.0, 0.0, 0.0, 0.0],
+        "ba": [0.0, 0.0, 0.0, 2.0],
+    }
+    assert watched["a"]() is None and watched["b"]() is None
+
+
+def test_an_executor_that_is_given_the_weights_keeps_none_of_the_spare(optimized: Any, tmp_path: Path) -> None:
+    model = TwoProducts()
+    artifact = Path(optimized(model).save(tmp_path / "artifact"))
+    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    watched = [weakref.ref(tensor) for tensor in tensors.values()]
+    executor = Executor(artifact, tensors, give_up=True)
+    assert not tensors and [reference() for reference in watched] == [None, None]
+    (caller,) = executor.caller_inputs
+    x = torch.ones(caller.shape)
+    torch.testing.assert_close(executor(x)[0], model(x))
 
 
 def test_a_step_of_another_version_is_refused() -> None:
