@@ -266,6 +266,7 @@ def load(directory: str | Path, weights: Mapping[str, torch.Tensor] | str | Path
     path = Path(directory)
     manifest = read_manifest(path)
     require_runnable(manifest.target)
+    give_up = weights is None
     if weights is None:
         if not manifest.random_weights and any(spec.kind in ("weight", "buffer") for spec in manifest.inputs):
             raise UsageError(
@@ -273,8 +274,8 @@ def load(directory: str | Path, weights: Mapping[str, torch.Tensor] | str | Path
             )
         weights = seeded_weights(manifest) if manifest.random_weights else {}
     elif isinstance(weights, str | Path):
-        weights = program_weights(manifest, Path(weights))
-    executor = Executor(path, weights)
+        weights, give_up = program_weights(manifest, Path(weights)), True
+    executor = Executor(path, weights, give_up=give_up)
     report = CompileReport(
         source=str(manifest.info.get("source", "")),
         phase=manifest.phase,

@@ -14,7 +14,7 @@ from kimigraph.ir import env
 from kimigraph.ir.errors import CompileError, UsageError
 from kimigraph.ir.manifest import verify_artifact
 from kimigraph.ir.program import InputSpec
-from kimigraph.runtime.prepared import PreparedWeight, PreparedWeights
+from kimigraph.runtime.prepared import PreparedWeight, PreparedWeights, prepare_in_place
 
 Step = Callable[..., tuple[torch.Tensor, ...]]
 ALIGNMENT = 16
@@ -74,14 +74,20 @@ class Executor:
     in its layout are bound as they are, so that later changes of a weight are seen. A call takes the caller's tensors
     (caches and inputs) in manifest order and returns the step's outputs; mutated ones change in place.
 
-    Programs over one model that are given the same ``prepared`` share what is made of its weights.
+    Programs over one model that are given the same ``prepared`` share what is made of its weights. ``give_up`` says
+    that the tensors were made for this program: ``tensors``, a dict, is emptied, and one that is read to prepare
+    others, and for nothing else, leaves memory as soon as they are made.
 
     Raises CorruptArtifactError when a file is not what the manifest says, UsageError when this process cannot run the
     target or a weight is missing, InputMismatchError (a TypeError) when a tensor is not what the program is made for.
     """
 
     def __init__(
-        self, directory: Path, tensors: Mapping[str, torch.Tensor], prepared: PreparedWeights | None = None
+        self,
+        directory: Path,
+        tensors: Mapping[str, torch.Tensor],
+        prepared: PreparedWeights | None = None,
+        give_up: bool = False,
     ) -> None:
         self.manifest = verify_artifact(directory)
         require_runnable(self.manifest.target)
@@ -91,7 +97,11 @@ class Executor:
         self._caller = tuple(spec for spec in self.manifest.inputs if not spec.bound)
         self.bound = self._bind(directory, tensors)
         """The bound tensors by outside name; the program updates those that the model keeps as state."""
-        self._prepared = self._prepare(prepared or PreparedWeights())
+        if give_up and isinstance(tensors, dict):
+            tensors.clear()
+        self._prepared = [] if give_up else self._prepare(prepared or PreparedWeights())
+        if give_up:
+            prepare_in_place(self.manifest.preparation, self.bound, {spec.source for spec in self.manifest.sources})
         self._watched = [tensor for weight in self._prepared for tensor in weight.sources]
         self._versions = tensor_versions(self._watched)
 

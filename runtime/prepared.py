@@ -1,7 +1,9 @@
 """Weights that a program takes in another form than the model has them."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -51,3 +53,19 @@ class PreparedWeights:
         if key not in self._made:
             self._made[key] = PreparedWeight(steps, tensors)
         return self._made[key]
+
+
+def prepare_in_place(
+    preparation: Mapping[str, Sequence[Mapping[str, Any]]], tensors: dict[str, torch.Tensor], spare: AbstractSet[str]
+) -> None:
+    """Make the prepared weights of ``preparation`` in ``tensors``, and drop each of ``spare`` after its last reader.
+
+    At the peak there are the tensors and one prepared weight. Later changes of the model's own are not seen.
+    """
+    readers = Counter(name for steps in preparation.values() for name in set(names_read(steps)))
+    for made, steps in preparation.items():
+        tensors[made] = prepare(steps, tensors)
+        for name in set(names_read(steps)):
+            readers[name] -= 1
+            if not readers[name] and name in spare:
+                del tensors[name]

@@ -1,10 +1,14 @@
 """``kimigraph run``."""
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kimigraph.cli.console import reading
 
 RESULT = {"outputs": {"logits": [1.0, 2.0, -0.5]}, "seconds": [0.3, 0.1, 0.2], "passed": True}
 
@@ -53,3 +57,20 @@ def test_a_manifest_that_cannot_be_read_is_a_corrupt_artifact(
     (artifact / "manifest.json").write_text(text)
     done = cli("run", artifact)
     assert done.exit_code == 5 and "compile again" in done.stderr and compiler.calls == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_reading_shows_a_bar_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with reading("reading weights") as watch:
+        watch(3_000_000, 10_000_000)
+    shown = stream.getvalue()
+    assert ("reading weights" in shown and "3.0/10.0 MB" in shown) if terminal else not shown

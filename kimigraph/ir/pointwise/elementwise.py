@@ -14,7 +14,7 @@ from kimigraph.ir.pointwise.views import Position
 from kimigraph.ir.schemas import bind
 
 ATEN = torch.ops.aten
-Compute = Callable[[Arithmetic, dict[str, Any]], Value]
+Compute = Callable[[Arithmetic, dict[str, Any]], Value | None]
 
 
 def type_of(node: Node) -> torch.dtype:
@@ -36,7 +36,10 @@ def _arithmetic(compute: Compute) -> Rule:
                 given[name] = reader.values.convert(reader.operand(value, node, position, guard), dtype)
         if dtype is torch.bool:
             raise Unfusable("arithmetic on truth values has no kernel", node)
-        return reader.values.convert(compute(reader.arithmetic, given), dtype, node)
+        found = compute(reader.arithmetic, given)
+        if found is None:
+            raise Unfusable("no kernel raises to this power", node)
+        return reader.values.convert(found, dtype, node)
 
     return rule
 
@@ -160,11 +163,15 @@ def _clamp(a: Arithmetic, given: dict[str, Any]) -> Value:
     return value if high is None else a.where(a.gt(value, high), high, value)
 
 
-def _power(a: Arithmetic, given: dict[str, Any]) -> Value:
-    value = a.power(given["self"], float(given["exponent"]))
-    if value is None or not given["self"].dtype.is_floating_point:
-        raise ValueError("no kernel raises to this power")
-    return value
+def _power(a: Arithmetic, given: dict[str, Any]) -> Value | None:
+    floating = given["self"].dtype.is_floating_point
+    return a.power(given["self"], float(given["exponent"])) if floating else None
+
+
+def _negative(a: Arithmetic, given: dict[str, Any]) -> Value:
+    """A kernel's own minus sign subtracts from 0, which has no negative zero."""
+    value = given["self"]
+    return a.mul(value, -1.0) if value.dtype.is_floating_point else a.neg(value)
 
 
 def _add_product(a: Arithmetic, given: dict[str, Any]) -> Value:
@@ -189,7 +196,8 @@ _COMPUTED: dict[str, Compute] = {
     **{name: _binary(name.rstrip("_")) for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")},
     **{name: _binary(name) for name in ("maximum", "minimum")},
     **{name: _unary(name) for name in ("exp", "exp2", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "erf")},
-    **{name: _unary(name) for name in ("tanh", "floor", "ceil", "abs", "neg")},
+    **{name: _unary(name) for name in ("tanh", "floor", "ceil", "abs")},
+    "neg": _negative,
     **{name: _of_self(name) for name in ("sigmoid", "silu")},
     "rsub": _reversed_sub,
     "square": lambda a, given: a.mul(given["self"], given["self"]),

@@ -13,7 +13,7 @@ import torch
 from kimigraph.ir.errors import UsageError
 
 IGNORED_FIELDS = frozenset(
-    ("architectures", "auto_map", "initializer_range", "kv_cache_dtype", "transformers_version", "use_cache")
+    "architectures auto_map initializer_range kv_cache_dtype quantization_config transformers_version use_cache".split()
 )
 """Bookkeeping fields that published configurations carry and that do not change the computation."""
 

@@ -1,0 +1,124 @@
+"""Fills a model's tensors from a checkpoint, where they lie, one published tensor at a time."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from kimigraph.ir.errors import UsageError
+from kimigraph.ir.program import InputSpec
+from kimigraph.weights.checkpoint import Checkpoint
+from kimigraph.weights.layout import Layout
+from kimigraph.weights.plan import Copy, Wanted, make_plan
+
+Target = Callable[[str], Tensor]
+"""Gives the model's tensor of that name, to be filled."""
+Watch = Callable[[int, int], None]
+"""Is told the bytes that have been read, and those that will be."""
+
+
+def unwatched(done: int, total: int) -> None:
+    """A ``Watch`` that shows nothing."""
+
+
+def load_module(module: nn.Module, directory: Path, layout: Layout, watch: Watch = unwatched) -> None:
+    """Fill the state dict of ``module`` from the directory's checkpoint, in place and in the types that it has.
+
+    Tied tensors are filled once. Raises one UsageError that lists all missing, surplus and misshapen tensors, and those
+    of ``Checkpoint.open``; then nothing has changed.
+    """
+    state = module.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    wanted = {
+        first: Wanted(tuple(state[first].shape), state[first].dtype, tuple(others)) for first, *others in names.values()
+    }
+    _fill(directory, layout, wanted, lambda name: state[name].detach(), True, watch)
+
+
+def read_weights(
+    directory: Path,
+    specs: Sequence[InputSpec],
+    layout: Layout,
+    device: torch.device | str = "cpu",
+    watch: Watch = unwatched,
+) -> dict[str, Tensor]:
+    """The tensors that ``specs`` describe, by source name, made on ``device`` in the strides of the specs.
+
+    Published tensors that the specs do not ask for are left: a program needs not all of its model. Errors as in
+    ``load_module``.
+    """
+    sources = {spec.source for spec in specs}
+    wanted: dict[str, Wanted] = {}
+    for spec in specs:
+        aliases = tuple(
+            b for pair in layout.tied for a, b in (pair, pair[::-1]) if a == spec.source and b not in sources
+        )
+        wanted[spec.source] = Wanted(spec.shape, getattr(torch, spec.dtype), aliases)
+    described = {spec.source: spec for spec in specs}
+    tensors: dict[str, Tensor] = {}
+
+    def target(name: str) -> Tensor:
+        if name not in tensors:
+            spec = described[name]
+            dtype = getattr(torch, spec.dtype)
+            tensors[name] = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
+        return tensors[name]
+
+    _fill(directory, layout, wanted, target, False, watch)
+    return tensors
+
+
+def _fill(
+    directory: Path,
+    layout: Layout,
+    wanted: Mapping[str, Wanted],
+    target: Target,
+    strict: bool,
+    watch: Watch,
+) -> None:
+    checkpoint = Checkpoint.open(directory)
+    plan = make_plan(checkpoint, layout, wanted, strict)
+    plan.check(checkpoint)
+    done, total = 0, plan.total
+    watch(done, total)
+    with torch.no_grad():
+        for copy in plan.copies:
+            region = _region(target(copy.name), copy)
+            region.copy_(_values(copy, region))
+            done += copy.stored.end - copy.stored.begin
+            watch(done, total)
+        if strict:
+            _check_tied(target, plan.compared)
+
+
+def _region(target: Tensor, copy: Copy) -> Tensor:
+    return target[copy.piece.put] if copy.piece.put else target
+
+
+def _values(copy: Copy, region: Tensor) -> Tensor:
+    """The published values in the shape of their place; what lies behind them is zero or an error."""
+    values, piece = copy.stored.read(), copy.piece
+    if piece.take is not None:
+        return values[piece.take[0] : piece.take[1]]
+    if not piece.padded:
+        return values
+    flat = values.reshape(-1)
+    if flat[region.numel() :].count_nonzero():
+        raise UsageError(
+            f"{copy.stored.path}: {piece.source} has {flat.numel()} values for the {region.numel()} of the "
+            "configuration, and those behind are not the zeros of padding: give the configuration of this checkpoint"
+        )
+    return flat[: region.numel()].reshape(region.shape)
+
+
+def _check_tied(target: Target, compared: list[Copy]) -> None:
+    for copy in compared:
+        region = _region(target(copy.name), copy)
+        if not torch.equal(region, _values(copy, region).to(region)):
+            raise UsageError(
+                f"{copy.stored.path}: {copy.piece.source} differs from {copy.name}, and the configuration ties them: "
+                "set tie_word_embeddings to false"
+            )
