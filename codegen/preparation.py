@@ -36,18 +36,24 @@ def prepared(program: CapturedProgram) -> PreparedProgram:
     specs = {spec.name: spec for spec in copy.inputs}
     steps: dict[str, list[dict[str, Any]]] = {}
     made: list[InputSpec] = []
+    ready: dict[str, Node] = {}
     for node in list(graph.nodes):
         parts = prepared_from(node, specs) if node.meta.get("prepared") else []
         if not parts:
             continue
         names = [specs[part.name].source for part in parts]
         source, step = _step(node, names)
+        if steps.get(source, [step]) != [step]:
+            source = f"{source} along {step['dim']}"  # the same weights below one another and side by side
+        if source in steps:
+            node.replace_all_uses_with(ready[source], propagate_meta=False)
+            graph.erase_node(node)
+            continue
         value = node.meta["val"]
         dtype = str(value.dtype).removeprefix("torch.")
-        if source not in steps:
-            steps[source] = [step]
-            made.append(InputSpec(node.name, "weight", source, tuple(value.shape), value.stride(), dtype))
-            _become_input(node, parts[0])
+        steps[source] = [step]
+        made.append(InputSpec(node.name, "weight", source, tuple(value.shape), value.stride(), dtype))
+        ready[source] = _become_input(node, parts[0])
     if not made:
         return PreparedProgram(program, {}, ())
     read = {name for [step] in steps.values() for name in step["of"]}
@@ -97,7 +103,8 @@ def _shared(lists: list[list[str]]) -> int:
     return next((n for n, items in enumerate(zip(*lists, strict=False)) if len(set(items)) > 1), min(map(len, lists)))
 
 
-def _become_input(node: Node, before: Node) -> None:
+def _become_input(node: Node, before: Node) -> Node:
+    """Put an input in the node's place, under its name."""
     graph = node.graph
     with graph.inserting_before(before):
         placeholder = graph.placeholder(f"{node.name}_prepared")
@@ -106,3 +113,4 @@ def _become_input(node: Node, before: Node) -> None:
     name = node.name
     graph.erase_node(node)
     placeholder.name = placeholder.target = name
+    return placeholder

@@ -246,7 +246,8 @@ def optimize(
 
     Tensors that the model updates in place are its caches and stay so, buffers too; the example inputs keep their
     values. The program reads the parameters and buffers that the model has now: change them in place (``copy_``,
-    ``load_state_dict`` without ``assign``), for one that is replaced by another tensor is not seen. The shape fields of
+    ``load_state_dict`` without ``assign``), for one that is replaced by another tensor is not seen, and torch counts no
+    write through ``.data``: a weight that was merged with others keeps its old values then. The shape fields of
     ``config`` (batch, tokens, context) say nothing here, the inputs do. Raises ``CaptureError`` when the model cannot
     be captured, ``CompileError`` when a pass or the code generator cannot go on, and ``UsageError`` for a target that
     this process cannot run.

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.device import Device, device_for
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.remarks import PassResult
 from kimigraph.passes.gate import RewriteGate
@@ -15,6 +16,11 @@ class PassContext:
 
     config: CompileConfig
     gate: RewriteGate = field(default_factory=RewriteGate)
+
+    @property
+    def device(self) -> Device:
+        """The device that decisions about profit are priced for (``kimigraph.ir.cost``)."""
+        return device_for(self.config)
 
     def allow(self, rewrite: str) -> bool:
         """Ask before each rewrite, naming pass-internal rule and node; False means to leave that place as it is.
@@ -35,6 +41,8 @@ class Pass:
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    level: ClassVar[int] = 1
+    """The lowest optimization level whose default pipeline has the pass."""
     fusion: ClassVar[bool] = False
     """Whether the pass counts in the report's ``fusions`` and can be named by ``--require-fusion``."""
     pattern: ClassVar[str] = ""

@@ -52,17 +52,26 @@ def run_pipeline(
     watchers = [VerifyPasses(), *instruments] if verify else list(instruments)
     for watcher in watchers:
         watcher.before_pipeline(program, pipeline)
-    records = [_run_pass(index, item, program, context, watchers) for index, item in enumerate(pipeline, start=1)]
+    records: list[PassRecord] = []
+    fingerprints = _fingerprints(program)
+    for index, item in enumerate(pipeline, start=1):
+        record, fingerprints = _run_pass(index, item, program, context, watchers, fingerprints)
+        records.append(record)
     for watcher in watchers:
         watcher.after_pipeline(program)
     return records
 
 
 def _run_pass(
-    index: int, item: Pass, program: CapturedProgram, context: PassContext, watchers: Sequence[Instrument]
-) -> PassRecord:
+    index: int,
+    item: Pass,
+    program: CapturedProgram,
+    context: PassContext,
+    watchers: Sequence[Instrument],
+    before: tuple[Fingerprint, Fingerprint],
+) -> tuple[PassRecord, tuple[Fingerprint, Fingerprint]]:
+    """The record of a pass, and the fingerprints of the program that it left."""
     nodes_before = len(program.graph_module.graph.nodes)
-    before = _fingerprints(program)
     start = perf_counter()
     try:
         result = item.apply(program, context)
@@ -71,7 +80,8 @@ def _run_pass(
         raise _failure(index, item, error) from error
     seconds = perf_counter() - start
     try:
-        _check_contract(index, item, result, before, _fingerprints(program))
+        after = _fingerprints(program)
+        _check_contract(index, item, result, before, after)
         if result.modified:
             program.graph_module.recompile()
         for watcher in watchers:
@@ -80,7 +90,7 @@ def _run_pass(
         _tell_failure(index, item, program, error, watchers)
         raise
     nodes_after = len(program.graph_module.graph.nodes)
-    return PassRecord(item.name, print_pass(item), item.fusion, result, seconds, nodes_before, nodes_after)
+    return PassRecord(item.name, print_pass(item), item.fusion, result, seconds, nodes_before, nodes_after), after
 
 
 def _fingerprints(program: CapturedProgram) -> tuple[Fingerprint, Fingerprint]:

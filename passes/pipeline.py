@@ -59,7 +59,8 @@ class Pipeline:
 def default_pipeline(config: CompileConfig, registry: PassRegistry | None = None) -> Pipeline:
     """The passes that ``config`` asks for.
 
-    ``passes`` replaces those of the optimization level (-O0: none; -O1 to -O3: the built-in passes in their order);
+    ``passes`` replaces those of the optimization level (-O0: none; from -O1 the built-in passes of that level, in their
+    order);
     ``disabled_passes`` and ``stop_after`` apply to either. Raises UsageError for a name that no pass has.
     """
     registry = registry or default_registry()
@@ -69,8 +70,8 @@ def default_pipeline(config: CompileConfig, registry: PassRegistry | None = None
     elif config.opt_level == 0:
         pipeline = Pipeline()
     else:
-        kept = [name for name in BUILT_IN if name not in config.disabled_passes]
-        pipeline = Pipeline(tuple(registry.load(name)() for name in kept))
+        kept = [registry.load(name) for name in BUILT_IN if name not in config.disabled_passes]
+        pipeline = Pipeline(tuple(item() for item in kept if item.level <= config.opt_level))
     pipeline = pipeline.without(config.disabled_passes)
     return pipeline.through(config.stop_after) if config.stop_after else pipeline
 

@@ -17,7 +17,7 @@ from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.passes.algebra.cache_writes import WRITES, RowWrite, row_write
 from kimigraph.passes.algebra.frames import Operand, require_type
-from kimigraph.passes.algebra.nodes import FLOATS, argument, is_cast, packet, shape
+from kimigraph.passes.algebra.nodes import FLOATS, argument, dtype, is_cast, packet, shape, widens
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import call
 from kimigraph.passes.algebra.rotation import Angles, Rotation, rotation_of
@@ -88,8 +88,8 @@ class RaiseCacheWrites(FusionPass):
                 site = WriteSite((write,), (_prepared(write, with_norm=True),), spec.descriptor, anchor)
             else:
                 site = _latent_site(program, write, descriptor)
-            for one, prepared in zip(site.writes, site.prepared, strict=True) if site else ():
-                _require_operands(program.graph_module.graph, one, prepared, anchor)
+            if site is not None:
+                _require_operands(program.graph_module.graph, site)
         except Refused as refusal:
             raise refusal.raised_to(1, [anchor]) from refusal
         if site is None:
@@ -145,29 +145,38 @@ def _spec(program: CapturedProgram, write: Node) -> InputSpec | None:
 
 def _prepared(write: RowWrite, *, with_norm: bool) -> Prepared:
     """Norm and rotation that only serve this write, else the values as they are."""
-    plain = Prepared(_uncast(write.values))
+    plain = Prepared(_uncast(write.values, write))
     rotation = rotation_of(write.values)
-    if rotation is not None and not _private(rotation.path, write.node):
+    if rotation is not None and not (_private(rotation.path, write.node) and _rounds_once(rotation.path, write)):
         rotation = None
     below = write.values if rotation is None else rotation.x
     norm = through(below) if with_norm else None
     if norm is not None and _is_norm(norm.node, write.sizes[2]):
         path = (*(() if rotation is None else rotation.path), *norm.path, norm.node)
-        if _private(path, write.node):
+        if _private(path, write.node) and _rounds_once(path, write):
             source = norm.node.args[0]
             assert isinstance(source, Node)
-            return Prepared(_uncast(source), rotation, norm.node, path)
-    return plain if rotation is None else Prepared(_uncast(rotation.x), rotation, None, rotation.path)
+            return Prepared(_uncast(source, write), rotation, norm.node, path)
+    return plain if rotation is None else Prepared(_uncast(rotation.x, write), rotation, None, rotation.path)
 
 
-def _uncast(node: Node) -> Node:
-    """Below a cast to or from 16 bits: the operator computes in fp32 and rounds once."""
-    while is_cast(node) and isinstance(node.args[0], Node):
-        source, kinds = node.args[0], node.args[0].meta["val"].dtype
-        if kinds not in FLOATS or node.meta["val"].dtype not in FLOATS:
-            break
-        node = source
+def _uncast(node: Node, write: RowWrite) -> Node:
+    """Below casts that widen or round to the cache's type: the operator computes in fp32 and rounds once."""
+    while is_cast(node) and isinstance(node.args[0], Node) and _rounds_once([node], write):
+        node = node.args[0]
     return node
+
+
+def _rounds_once(path: Iterable[Node], write: RowWrite) -> bool:
+    """Whether the casts among these nodes lose nothing that the cache would hold."""
+    kept = dtype(write.cache)
+    for node in path:
+        source = node.args[0] if is_cast(node) else None
+        if isinstance(source, Node):
+            kinds = {dtype(source), dtype(node)}
+            if not kinds <= set(FLOATS) or not (widens(node) or dtype(node) is kept):
+                return False
+    return True
 
 
 def _is_norm(node: Node, width: int) -> bool:
@@ -204,7 +213,7 @@ def _latent_site(program: CapturedProgram, write: RowWrite, descriptor: LatentDe
     between = _touched_between(earlier, first, last)
     if between is not None:
         raise Refused(f"{earlier.name} is used between the writes of latent and rope part", between)
-    prepared = (Prepared(_uncast(latent.values)), _prepared(rope, with_norm=False))
+    prepared = (Prepared(_uncast(latent.values, latent)), _prepared(rope, with_norm=False))
     return WriteSite((latent, rope), prepared, str(descriptor), write.node)
 
 
@@ -240,14 +249,32 @@ def _only_views(node: Node) -> bool:
     return purity.is_pure(node) and purity.storage_root(node) is not node
 
 
-def _require_operands(graph: Graph, write: RowWrite, prepared: Prepared, place: Node) -> None:
-    """Refuse types that the operator does not take, and operands that are written before its place."""
-    require_type("the cache", write.cache, FLOATS)
-    require_type("what is written", prepared.values, FLOATS)
-    if shape(prepared.values)[-1] != write.sizes[2]:
-        raise Refused(f"what is written is {list(shape(prepared.values))}, not [B, S, D]", write.node)
-    for what, node in (("the position", write.positions), ("what is written", prepared.values)):
-        require_unwritten(graph, what, Operand(node, (), write.node), place)
+def _require_operands(graph: Graph, site: WriteSite) -> None:
+    """Refuse types that the operator does not take, and operands that change before its place or by its writes."""
+    caches = {purity.storage_root(write.cache) for write in site.writes}
+    for write, prepared in zip(site.writes, site.prepared, strict=True):
+        require_type("the cache", write.cache, FLOATS)
+        require_type("what is written", prepared.values, FLOATS)
+        if shape(prepared.values)[-1] != write.sizes[2]:
+            raise Refused(f"what is written is {list(shape(prepared.values))}, not [B, S, D]", write.node)
+        for what, node in _operands(write, prepared):
+            readers = [user for user in node.users if user in {*prepared.path, write.node} or is_cast(user)]
+            require_unwritten(graph, what, Operand(node, (), min(readers, default=node)), site.place)
+            if purity.storage_root(node) in caches:
+                raise Refused(f"{what} {node.name} is read from the cache that is written", write.node)
+
+
+def _operands(write: RowWrite, prepared: Prepared) -> Iterable[tuple[str, Node]]:
+    """What the operator reads in place of the nodes that vanish, with what to call it."""
+    yield "the position", write.positions
+    yield "what is written", prepared.values
+    if prepared.rotation is not None:
+        yield "the cosine", prepared.rotation.cos.node
+        yield "the sine", prepared.rotation.sin.node
+    for name in ("weight", "bias"):
+        found = None if prepared.norm is None else argument(prepared.norm, name)
+        if isinstance(found, Node):
+            yield f"the norm's {name}", found
 
 
 @dataclass(frozen=True)

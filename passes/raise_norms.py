@@ -201,7 +201,7 @@ def _require_inside(graph: Graph, norm: Norm) -> None:
 
 
 def _readers(operand: Node, path: Sequence[Node]) -> list[Node]:
-    """What of the norm reads an operand: nodes that vanish, and casts of it, which the operator does itself."""
+    """What of the norm reads an operand before its last node: others that vanish, and casts, which it does itself."""
     inside = set(path)
     casts = [user for user in operand.users if is_cast(user) and any(reader in inside for reader in user.users)]
-    return [*casts, *(user for user in operand.users if user in inside)]
+    return [user for user in (*casts, *(user for user in operand.users if user in inside)) if user is not path[-1]]

@@ -15,8 +15,15 @@ ENTRY_POINT_GROUP = "kimigraph.passes"
 BUILT_IN = {
     "canonicalize": "kimigraph.passes.canonicalize:Canonicalize",
     "raise-kda": "kimigraph.passes.raise_kda:RaiseKda",
+    "raise-attention-residual": "kimigraph.passes.raise_attention_residual:RaiseAttentionResidual",
+    "raise-cache-writes": "kimigraph.passes.raise_cache_writes:RaiseCacheWrites",
+    "raise-norms": "kimigraph.passes.raise_norms:RaiseNorms",
     "fuse-lightning-indexer": "kimigraph.passes.fuse_lightning_indexer:FuseLightningIndexer",
     "fuse-sparse-attention": "kimigraph.passes.fuse_sparse_attention:FuseSparseAttention",
+    "fuse-indexer-attention": "kimigraph.passes.fuse_indexer_attention:FuseIndexerAttention",
+    "merge-horizontal": "kimigraph.passes.merge_horizontal:MergeHorizontal",
+    "fuse-pointwise": "kimigraph.passes.fuse_pointwise:FusePointwise",
+    "merge-regions": "kimigraph.passes.merge_regions:MergeRegions",
 }
 """The passes of the default pipeline, in the order in which it runs them, with where each is defined."""
 

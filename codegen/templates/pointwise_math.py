@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportAttributeAccessIssue=false
 # Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
 """Functions that generated kernels use: a rounding that the interpreter gets wrong, and two that Triton lacks."""
 

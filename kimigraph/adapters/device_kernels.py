@@ -2,6 +2,8 @@
 # Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
 """Kernels whose time says what a device can do."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -27,6 +29,6 @@ def run_nothing():
     nothing[(1,)]()
 
 
-def run_polynomial(values, out, steps, block=1024):
+def run_polynomial(values, out, steps, block: Any = 1024):
     """Launch ``polynomial`` over all of ``values``, whose size is a multiple of ``block``."""
     polynomial[(values.numel() // block,)](values, out, steps, block)

@@ -52,13 +52,15 @@ class Checkpoint:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold the directory's weights: those that its index names, else all ``*.safetensors``.
+    """The files that hold the directory's weights: those that its index names, else ``model.safetensors``, else all
+    ``*.safetensors``; other files may lie beside the first two.
 
     Raises UsageError, which names --random-weights, when there are none, and for an index that cannot be followed.
     """
     if (directory / INDEX).is_file():
         return _shards(directory)
-    files = sorted(directory.glob("*.safetensors"))
+    whole = directory / "model.safetensors"
+    files = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
     if not files:
         pickled = " (pickled *.bin files are not read: convert them)" if list(directory.glob("*.bin")) else ""
         raise UsageError(

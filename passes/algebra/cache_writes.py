@@ -56,7 +56,7 @@ def _index_copy(node: Node, cache: Node, spec: InputSpec) -> RowWrite:
     positions, values = argument(node, "index"), argument(node, "source")
     if argument(node, "dim") % rank(cache) != rank(cache) - 2:
         raise Refused("the write does not run over the cache's rows", node)
-    if not isinstance(positions, Node) or not isinstance(values, Node):
+    if not isinstance(positions, Node) or not isinstance(values, Node) or rank(positions) != 1:
         raise Refused("the write does not run over the cache's rows", node)
     return RowWrite(node, cache, spec, positions, values, (batch, shape(positions)[0], width))
 

@@ -131,8 +131,10 @@ def length_operand(graph: Graph, length: Length, batch: int, before: Node) -> No
 
 def _is_written(graph: Graph, symbol: Node) -> bool:
     """Whether the graph writes the symbol's memory anywhere."""
-    root = purity.storage_root(symbol)
-    return any(purity.storage_root(node) is root for writer in graph.nodes for node in purity.mutated_arguments(writer))
+    known: dict[Node, Node] = {}
+    root = purity.storage_root(symbol, known)
+    written = (node for writer in graph.nodes for node in purity.mutated_arguments(writer))
+    return any(purity.storage_root(node, known) is root for node in written)
 
 
 def _as_lengths(graph: Graph, node: Node, after: Node, batch: int) -> Node:

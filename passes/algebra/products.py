@@ -78,7 +78,7 @@ def ordered(members: Sequence[Product]) -> tuple[list[Product], list[tuple[Node,
     """The members in the order of their columns, and the concatenations that become one slice of the result.
 
     A concatenation of several members' results along the last dim, and of nothing else, costs nothing when its parts
-    are neighbours, so they become neighbours.
+    are neighbours, so they become neighbours. One that leaves the graph stays: it must have memory of its own.
     """
     by_node = {member.node: member for member in members}
     taken: list[Product] = []
@@ -120,12 +120,24 @@ def copies(node: Node, value: Any) -> list[tuple[Node, Work]]:
     return found
 
 
+def beside(value: torch.Tensor, whole: int) -> torch.Tensor:
+    """A tensor on the meta device like ``value``, but as columns of a contiguous one that is ``whole`` wide."""
+    strides = [1]
+    for size in reversed(value.shape[1:]):
+        strides.insert(0, strides[0] * (whole if len(strides) == 1 else size))
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta")
+
+
 def leaves_the_graph(node: Node) -> bool:
-    """Whether the step returns the node's memory or writes into it: then it must be its own."""
+    """Whether the step returns the node's memory, writes into it or addresses it: then it must be its own."""
     waiting = [node]
     for item in waiting:
         for user in item.users:
-            if user.op == "output" or any(storage_root(written) is node for written in mutated_arguments(user)):
+            if (
+                user.op == "output"
+                or packet(user) == "as_strided"
+                or any(storage_root(written) is node for written in mutated_arguments(user))
+            ):
                 return True
             if storage_root(user) is node:
                 waiting.append(user)
@@ -149,6 +161,8 @@ def _product(node: Node) -> Product | None:
         return None
     if not rows and node.target is ATEN.linear.default:
         return None
+    if bias is not None and tuple(bias.meta["val"].shape) != (weight.meta["val"].shape[0],):
+        return None  # a bias that is repeated over the columns is none for its neighbours
     return Product(node, left, _rows_of(left), weight, rows, bias)
 
 
@@ -181,6 +195,9 @@ def _run(user: Node, by_node: Mapping[Node, Product]) -> list[Product] | None:
     parts: Any = user.args[0]
     dim, ndim = argument(user, "dim", 0), user.meta["val"].dim()
     if dim % ndim != ndim - 1 or len(set(parts)) != len(parts) or any(part not in by_node for part in parts):
+        return None
+    value = beside(user.meta["val"], sum(member.width for member in by_node.values()))
+    if leaves_the_graph(user) or copies(user, value):
         return None
     return [by_node[part] for part in parts]
 

@@ -24,10 +24,28 @@ REMEDIES: tuple[tuple[str, str], ...] = (
     (r"the weights are used \d+ times", "return or reuse the attention's output instead of its weights"),
     (r"the weights go into", "multiply the softmax with the values directly (no dropout, no rescaling in between)"),
     (rf"{_WORD} is used elsewhere, by {_WORD}", "read {0} in this step only; let {1} read it in the next one"),
+    # Norms
+    (
+        r"the root does not scale what was squared",
+        "multiply the tensor itself by the reciprocal root of its mean square",
+    ),
+    (
+        r"the norm is not rounded to the type of its operand",
+        "cast the norm back to the type of what is normed, before or right after its weight",
+    ),
     # Order of reads and writes
     (
         r"is written between its use and",
         "move the write before the first read in the step (update caches first, then attend), or after the last one",
+    ),
+    (
+        r"is read from the cache that is written",
+        "compute the new rows from the inputs of the step, and read the cache after it is written",
+    ),
+    (
+        r"no single kernel: ",
+        "write a tensor once in a step, after all that reads its old values, and read what was written from the write's"
+        " own result",
     ),
     (
         r"the cached inputs are (written|not replaced)",
@@ -42,6 +60,19 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         r"is (\S+), wanted |the cache is |the window is|the result is used as",
         "use one of the types named, for example with --dtype",
     ),
+    # Attention residuals
+    (
+        r"the logits are|the (logits|mixture): |the tokens are grouped|no sum of weighted sources",
+        "write the residual as softmax over the sources of (query norm) v / rms(v), and sum the same stacked v by it",
+    ),
+    (r"sources are stacked, at most", "mix fewer blocks at a time: a larger attn_res_block_size"),
+    # Gates of a marked prefill
+    (
+        r"the raw gate or strength: ",
+        "nothing to change in the model: the operator takes the gate and the strength as they are computed",
+    ),
+    (r"\(GDN\)", "nothing to change in the model: the operator takes the computed decay, one a head"),
+    (r"grouped, as in GDN", "repeat q and k before the convolution, or leave this layer to ATen"),
     # The Lightning Indexer's score
     (r"expected relu", "put relu between the products of query and keys and the weighting of the heads"),
     (
@@ -106,6 +137,39 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         r"partly overwritten|a copy broadcasts)",
         "bring the tensor into the layout named, without arithmetic on the way",
     ),
+    # Writes of cache rows
+    (
+        r"the write is not to a described cache",
+        "name the cache input in the hints with its descriptor, so that its writes can be named",
+    ),
+    (
+        r"the (cache that is written is a view|write does not run over|write does not take row|"
+        r"cache is \S+, not \[B, T, D\])|what is written is",
+        "write new rows [B, S, D] into the cache input itself: index_copy_ over its rows, index_put_ at (b, position)",
+    ),
+    (r"the written cache is paged", "write pages with latent_write or index_key_write, which take the block table"),
+    (r"positions that are written do not count up", "write the tokens of a step to consecutive positions"),
+    (
+        r"latent and rope part are written at different|the other part of the cache is not written",
+        "write latent and rope part of a layer once a step, at the same positions, with the widths of their descriptor",
+    ),
+    (
+        r"is used between the writes of latent and rope part",
+        "write both parts before either is read",
+    ),
+    # Indexer and attention as a pair
+    (r"the list is no indexer's", "let fuse-lightning-indexer match first: kimigraph explain says why not"),
+    (
+        r"the picks are expanded from pools",
+        "nothing to change in the model: expansion of pooled picks and the open pool stay ATen in this version",
+    ),
+    (r"the picks are also used as positions", "use the picks in attentions only, or keep both block tables"),
+    (
+        r"(by different block tables|pages hold \d+ index keys)",
+        "give index keys and latents of a layer pages of one size and one block table",
+    ),
+    (r"more rows than an int32 counts", "keep the cache of one layer below 2**31 rows"),
+    (r"share one buffer already|another attention stands for", "nothing to change: the pair reads one list"),
     # Kimi Delta Attention
     (
         r"the new state",
@@ -122,6 +186,11 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         "use a depthwise convolution without bias over the cached columns and the new one, and keep its last column",
     ),
     (r"no static shape", "compile with fixed --batch, --tokens and --context, and no sizes that depend on data"),
+    # Merging
+    (rf"{_WORD} waits for {_WORD}", "do not write what both read in between, or let {0} go apart"),
+    (r"needs memory of its own", "return or write a copy of it, if one launch less is worth a copy"),
+    (r"no multiple of 16 bytes", "make its number of outputs a multiple of 8 (of 4 in float32)"),
+    (r"does not pay", "nothing to change in the model; --device-file prices for another device"),
     # Compaction
     (
         r"compact|^it |how many it picks|its (reshape|length)|another of its|"

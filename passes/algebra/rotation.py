@@ -100,7 +100,7 @@ def _of_pairs(halves: list[Node], rest: Node | None, stored: str, path: tuple[No
             ("apart", (0, 1), 2): "deinterleaved",
             ("together", (0, 1), 2): "interleaved",
         }.get((stored, starts, step))
-        if style is not None and _reaches(cos, x) and _reaches(sin, x):
+        if style is not None and _reaches(cos, x, half) and _reaches(sin, x, half):
             multiplied = [value for value in (*one.node.args[:2], *two.node.args[:2]) if isinstance(value, Node)]
             return Rotation(x, Angles(cos), Angles(sin), style, (*path, *multiplied, *further))
     return None
@@ -159,7 +159,7 @@ def _of_halves(total: Node, rest: Node | None, path: tuple[Node, ...]) -> Rotati
             half = shape(first)[-1]
             if found is None or found[1:3] != ((0, half), 1) or not _is_window(x, found[0], 2 * half):
                 continue
-            if not (_reaches(cos, found[0]) and _reaches(sin, found[0])):
+            if not (_reaches(cos, found[0], 2 * half) and _reaches(sin, found[0], 2 * half)):
                 continue
             windows = next(one.path for one in strips(x) if one.node is found[0])
             multiplied = [value for value in total.args[:2] if isinstance(value, Node)]
@@ -182,8 +182,10 @@ def _is_window(x: Node, base: Node, width: int) -> bool:
     return any(one.node is base and (one.start, one.step, one.width) == (0, 1, width) for one in strips(x))
 
 
-def _reaches(angles: Node, x: Node) -> bool:
-    """Whether angles broadcast to the rows of ``x`` as they are."""
+def _reaches(angles: Node, x: Node, columns: int) -> bool:
+    """Whether angles have one of so many columns each, and broadcast to the rows of ``x`` as they are."""
+    if shape(angles)[-1:] != (columns,):
+        return False
     try:
         rows = torch.broadcast_shapes(shape(angles)[:-1], shape(x)[:-1])
     except RuntimeError:
@@ -194,7 +196,10 @@ def _reaches(angles: Node, x: Node) -> bool:
 def _repeats(node: Node) -> bool:
     """Whether the second half of the columns equals the first: cosine or sine of a tensor laid beside itself."""
     while True:
+        width = shape(node)[-1:]
         node = peel(node, casts="float")[0]
+        if shape(node)[-1:] != width:
+            return False
         step = scaling(node)
         if step is not None:
             node = step[0]

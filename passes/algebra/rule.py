@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from kimigraph.ir import purity
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.provenance import module_path, source_line
-from kimigraph.ir.remarks import PassResult, Remark
+from kimigraph.ir.remarks import PassResult, Remark, Via
 from kimigraph.passes.algebra.frames import Operand
 from kimigraph.passes.algebra.nodes import packet
 from kimigraph.passes.algebra.refusal import Refused
@@ -41,7 +41,7 @@ class FusionPass(Pass):
             if not context.allow(f"{anchor.name} ({source_line(anchor) or 'no source line'})"):
                 continue
             node, note = self.rewrite(program, site), self.note(site)
-            remarks.append(self._passed(anchor, node))
+            remarks.append(self._passed(anchor, node, self.via(site)))
             if note:
                 remarks.append(Remark("note", self.name, note, node.name, source_line(node)))
         fused = sum(remark.kind == "passed" for remark in remarks)
@@ -68,7 +68,12 @@ class FusionPass(Pass):
         del site
         return ""
 
-    def _passed(self, anchor: Node, node: Node) -> Remark:
+    def via(self, site: Any) -> Via:
+        """How the site was found: by its ``pattern`` alone, or beginning at an operator that a ``mark`` put there."""
+        del site
+        return "pattern"
+
+    def _passed(self, anchor: Node, node: Node, via: Via) -> Remark:
         replaced = tuple(node.meta.get("replaces", ()))
         return Remark(
             kind="passed",
@@ -77,6 +82,7 @@ class FusionPass(Pass):
             node=node.name,
             source=source_line(node) or source_line(anchor),
             nodes=(*replaced, node.name),
+            via=via,
             score=len(replaced),
             module=module_path(node) or module_path(anchor),
         )

@@ -22,11 +22,12 @@ class StorageFacts:
         """The facts of ``graph`` as it is now; they hold while only pure nodes are merged or taken out."""
         position = {node: index for index, node in enumerate(graph.nodes)}
         writes: dict[Node, list[int]] = {}
+        known: dict[Node, Node] = {}
         for node in graph.nodes:
             for written in mutated_arguments(node):
-                writes.setdefault(storage_root(written), []).append(position[node])
+                writes.setdefault(storage_root(written, known), []).append(position[node])
         outputs = {source for node in graph.nodes if node.op == "output" for source in node.all_input_nodes}
-        return cls(position, writes, outputs, {storage_root(node) for node in outputs})
+        return cls(position, writes, outputs, {storage_root(node, known) for node in outputs})
 
     def written_after(self, value: Node, node: Node) -> bool:
         """Whether the storage of ``value`` is written at any place behind ``node``."""

@@ -9,6 +9,7 @@ from kimigraph.ir.cost import Work, fused_work, serial_seconds, work_of
 from kimigraph.ir.device import Device
 from kimigraph.ir.fake import infer
 from kimigraph.ir.launches import launches_of
+from kimigraph.ir.purity import mutation_between
 from kimigraph.ir.regions import extract_region
 from kimigraph.ir.row_products import RowProduct, row_product, source_of
 from kimigraph.passes.algebra.dependences import Dependences, make_neighbours
@@ -49,10 +50,14 @@ def row_groups(nodes: Sequence[Node]) -> list[RowGroup]:
 
 
 def independent(group: RowGroup, dependences: Dependences) -> RowGroup | None:
-    """The group without products that wait for another of it; None when one kernel would be left."""
+    """The group without products that wait for another of it; None when one kernel would be left.
+
+    A cast before a product moves to it, so products whose rows were cast before a write of them stay out too.
+    """
     kept: list[RowProduct] = []
     for product in group.products:
-        if dependences.path([other.node for other in kept] + [product.node]) is None:
+        apart = dependences.path([other.node for other in kept] + [product.node]) is None
+        if apart and not _written_between([*kept, product]):
             kept.append(product)
     smaller = RowGroup(tuple(kept), tuple(_casts(kept)))
     return smaller if len(smaller.nodes) > 1 else None
@@ -65,6 +70,13 @@ def make_region(graph_module: GraphModule, group: RowGroup, name: str) -> Node:
         members += [*_own_chain(product), product.node]
     make_neighbours(members)
     return extract_region(graph_module, members, name, "horizontal")
+
+
+def _written_between(products: Sequence[RowProduct]) -> bool:
+    """Whether the rows are written between the first use of them and the last product."""
+    nodes = sorted(node for product in products for node in (*_chain(product.node), product.node))
+    source = products[0].source
+    return len(nodes) > 1 and mutation_between(source.graph, source, nodes[0], nodes[-1]) is not None
 
 
 def _casts(products: Sequence[RowProduct]) -> list[Node]:

@@ -11,6 +11,7 @@ from kimigraph.ir.device import Device
 from kimigraph.passes.algebra.dependences import Dependences
 from kimigraph.passes.algebra.products import (
     Product,
+    beside,
     copies,
     is_aligned,
     leaves_the_graph,
@@ -134,12 +135,7 @@ def _dear(members: Sequence[Product], concatenated: set[Node], device: Device) -
 
 def _copies(member: Product, members: Sequence[Product]) -> list[tuple[Node, Work]]:
     """What has to be copied when the member's result is columns of the merged one."""
-    value = member.node.meta["val"]
-    whole = sum(other.width for other in members)
-    strides = [1]
-    for size in reversed(value.shape[1:]):
-        strides.insert(0, strides[0] * (whole if len(strides) == 1 else size))
-    return copies(member.node, torch.empty_strided(value.shape, strides, dtype=value.dtype, device="meta"))
+    return copies(member.node, beside(member.node.meta["val"], sum(other.width for other in members)))
 
 
 def _begins(members: Sequence[Product]) -> dict[Node, int]:

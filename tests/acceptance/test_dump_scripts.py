@@ -26,9 +26,9 @@ TOLERANCE = 1e-5
 """Of the sum of magnitudes: checksums in fp32."""
 MODELS = ("kimi_k31", "glm5_next", "deepseek_v32")
 CHANGED = {
-    "kimi_k31": set(BUILT_IN),
-    "glm5_next": set(BUILT_IN),
-    "deepseek_v32": set(BUILT_IN) - {"raise-kda"},  # it has no KDA layer
+    "kimi_k31": set(BUILT_IN) - {"fuse-indexer-attention"},  # no pages
+    "glm5_next": set(BUILT_IN) - {"fuse-indexer-attention", "raise-attention-residual"},
+    "deepseek_v32": set(BUILT_IN) - {"fuse-indexer-attention", "raise-attention-residual", "raise-kda"},  # no KDA layer
 }
 RUN_ALL = """
 import runpy, sys
@@ -54,13 +54,15 @@ def source(model: str, directory: Path) -> tuple[str, CompileConfig]:
     """K3.1 with four layers as in the example, the public models as in the tests of capture."""
     if model == "kimi_k31":
         layers = (("num_hidden_layers", "4"),)
-        return str(TESTS.parent / "examples" / "k31_tiny"), CompileConfig(batch=2, context=64, overrides=layers)
+        return str(TESTS.parent / "examples" / "k31_tiny"), CompileConfig(
+            batch=2, context=64, overrides=layers, opt_level=3
+        )
     spec = importlib.util.spec_from_file_location("tiny_models", TESTS / "capture" / "tiny_models.py")
     assert spec is not None and spec.loader is not None
     tiny: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tiny)
     document = {"glm5_next": tiny.GLM, "deepseek_v32": tiny.DEEPSEEK}[model]
-    return tiny.write_model(directory, document), CompileConfig(batch=2, context=24)
+    return tiny.write_model(directory, document), CompileConfig(batch=2, context=24, opt_level=3)
 
 
 def expected(program: CapturedProgram) -> Checksums:
@@ -110,7 +112,7 @@ def test_a_dump_with_another_number_in_it_prints_other_checksums(tmp_path: Path)
     original, config = captured("deepseek_v32")
     program, want = original.copy(), expected(original)
     run_pipeline(program, default_pipeline(config), PassContext(config), [DumpPasses(tmp_path / "dumps")])
-    path = tmp_path / "dumps" / "004-fuse-sparse-attention.py"
+    [path] = (tmp_path / "dumps").glob("*-fuse-sparse-attention.py")
     text = path.read_text(encoding="utf-8")
     at = text.index("sparse_attention.default(")
     path.write_text(text[:at] + text[at:].replace("scale=", "scale=0.5 * ", 1), encoding="utf-8")

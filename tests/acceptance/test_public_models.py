@@ -70,8 +70,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 FUSIONS = {
-    "deepseek_v32": {"raise-kda": 0, "fuse-lightning-indexer": 2, "fuse-sparse-attention": 2},
-    "glm5_next": {"raise-kda": 1, "fuse-lightning-indexer": 1, "fuse-sparse-attention": 1},
+    "deepseek_v32": {
+        "raise-kda": 0,
+        "raise-attention-residual": 0,
+        "raise-cache-writes": 4,
+        "fuse-lightning-indexer": 2,
+        "fuse-sparse-attention": 2,
+        "fuse-indexer-attention": 0,
+        "merge-horizontal": 6,
+    },
+    "glm5_next": {
+        "raise-kda": 1,
+        "raise-attention-residual": 0,
+        "raise-cache-writes": 1,
+        "fuse-lightning-indexer": 1,
+        "fuse-sparse-attention": 1,
+        "fuse-indexer-attention": 0,
+        "merge-horizontal": 6,
+    },
 }
 
 
@@ -106,7 +122,8 @@ def test_sixteen_steps_equal_the_eager_ones(eager: tuple[str, Path], tmp_path: P
     kind, directory = eager
     config = CompileConfig(target="cpu:reference", batch=BATCH, context=CONTEXT, marks=marks, cache="off")
     (report,) = compile_source(str(directory), [config], tmp_path / "artifact", print)
-    assert {entry["rule"]: entry["count"] for entry in report.fusions} == FUSIONS[kind]
+    found = {entry["rule"]: entry["count"] for entry in report.fusions}
+    assert found.pop("fuse-pointwise") > 5 and found.pop("raise-norms") >= 3 and found == FUSIONS[kind]
     compiled = kimigraph.load(tmp_path / "artifact", _weights(directory, config))
     caches, steps = compiled.new_caches(), load_file(directory / "steps.safetensors")
     for step in range(STEPS):

@@ -55,3 +55,15 @@ def test_a_point_for_people() -> None:
         "B 1 L 8192 k 2048: 10.00 us (9.50-10.50), floor 0.25 | deep_gemm 10.00 us, ratio 1.00 | other not installed"
     )
     assert text == wanted
+
+
+def test_the_form_of_the_kernel_is_shown() -> None:
+    us = {"median": 10.0, "least": 9.5, "most": 10.5}
+    ours = {"us": us, "route": "two launches"}
+    text = line({"batch": 1, "length": 8192, "k": 128, "ours": ours, "floor_us": 0.25, "peers": {}})
+    assert text == "B 1 L 8192 k 128: 10.00 us (9.50-10.50), floor 0.25, two launches"
+
+
+def test_every_size_is_timed_for_both_numbers_of_picks() -> None:
+    assert len(bench.POINTS) == 18 and {picks for _, _, picks in bench.POINTS} == {128, 2048}
+    assert set(bench.TIED) <= set(bench.POINTS)

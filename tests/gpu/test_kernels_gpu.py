@@ -34,6 +34,7 @@ def cases_of(op: str, without: tuple[str, ...] = ()) -> ModuleType:
 INDEXER = cases_of("lightning_indexer")
 ATTENTION = cases_of("sparse_attention")
 DELTA = cases_of("kda_decode")
+cases_of("lightning_indexer_hopper")
 cases_of("lightning_indexer_packed")
 ATTENTION_LAYOUTS = cases_of("attention_layouts")
 PREFILL = cases_of("kda_prefill", without=("test_split_anywhere",))  # a build a length: see the cut at every token

@@ -127,6 +127,11 @@ def constants(x: Tensor, m: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def signed_zeros(x: Tensor) -> tuple[Tensor, ...]:
+    zero = x * 0.0
+    return 1.0 / -zero, 1.0 / (-x * 0.0), (-x.to(torch.int32)) * 2
+
+
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(dtype)
 
@@ -137,6 +142,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]]]] = {
     "situ": (situ, lambda: [randn(300, dtype=BF16) * 3, randn(300, dtype=BF16) * 30]),
     "router": (lambda x, b: (torch.sigmoid(x), torch.sigmoid(x) + b), lambda: [randn(2, 8), randn(8)]),
     "routed": (routed, lambda: [torch.rand(3, 8), torch.randint(0, 8, (3, 2))]),
+    "signed zeros": (signed_zeros, lambda: [torch.tensor([0.0, -0.0, 3.0, -3.0])]),
     "updated": (updated, lambda: [randn(4, 8), randn(4, 8)]),
     "cached": (
         cached,

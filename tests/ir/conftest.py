@@ -1,8 +1,10 @@
 """Small programs to test on."""
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kimigraph.ir.program import CapturedProgram, InputSpec, OutputSpec
 
 import_module("kimigraph.ir.operators")  # registers the operators
+sys.path.insert(0, str(Path(__file__).parent))
 
 Build = Callable[..., CapturedProgram]
+_ROUNDINGS = ("rceil", "floor")
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +105,11 @@ def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if name == "rms_norm":
         x, residual = new(batch, tokens, width), new(batch, tokens, width) if seed % 3 else None
         return (x, new(width) if seed % 4 else None, residual), {"eps": 1e-3, "rounds_first": seed % 5 == 0}
+    if name == "mxfp8_quantize":
+        return (new(batch, tokens, heads, width),), {
+            "group": (32, width, 3)[seed % 3],
+            "rounding": _ROUNDINGS[seed % 2],
+        }
     if name == "short_conv":
         state = new(batch, width, taps - 1 + seed % 2) if seed % 4 else None
         weight = new(width, 1, taps) if seed % 2 else new(width, taps)

@@ -28,6 +28,7 @@ def test_the_operators_of_this_language():
         "latent_attention",
         "latent_write",
         "lightning_indexer",
+        "mxfp8_quantize",
         "rms_norm",
         "short_conv",
         "sparse_attention",

@@ -59,3 +59,7 @@ def test_agreement_is_relative_to_the_magnitudes():
     assert not same_checksum([0.1, 100.0, 5.0], [0.0, 100.0, 5.0], 1e-4)
     assert not same_checksum([0.0, 100.0, 5.1], [0.0, 100.0, 5.0], 1e-4)
     assert same_checksum([0.0, 0.0, 0.0], [0.0, 0.0, 0.0], 0.0)
+
+
+def test_a_weight_without_columns_has_no_numbers():
+    assert seeded_tensor("w", (8, 0), torch.float32, "weight", 0).shape == (8, 0)

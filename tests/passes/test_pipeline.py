@@ -14,7 +14,17 @@ from kimigraph.ir.errors import UsageError
 from kimigraph.passes import Pass, PassRegistry, Pipeline, default_pipeline, registered_passes
 from kimigraph.passes.options import describe_options
 
-ALL = ["canonicalize", "raise-kda", "fuse-lightning-indexer", "fuse-sparse-attention"]
+FUSING = [
+    "canonicalize",
+    "raise-kda",
+    "raise-attention-residual",
+    "raise-cache-writes",
+    "raise-norms",
+    "fuse-lightning-indexer",
+    "fuse-sparse-attention",
+    "fuse-indexer-attention",
+]
+ALL = [*FUSING, "merge-horizontal", "fuse-pointwise"]
 
 
 @dataclass(frozen=True)
@@ -121,9 +131,9 @@ def test_options_are_described_for_help() -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_levels_one_to_three_run_all_passes_in_order(level: int) -> None:
+def test_a_level_runs_its_passes_in_order(level: int) -> None:
     pipeline = default_pipeline(CompileConfig(opt_level=level))
-    assert pipeline.names == ALL
+    assert pipeline.names == {1: FUSING, 2: ALL, 3: [*ALL, "merge-regions"]}[level]
     assert Pipeline.parse(str(pipeline)) == pipeline
 
 
@@ -133,7 +143,7 @@ def test_level_zero_runs_none() -> None:
 
 def test_disabling_takes_exact_names() -> None:
     names = default_pipeline(CompileConfig(disabled_passes=("fuse-lightning-indexer",))).names
-    assert names == ["canonicalize", "raise-kda", "fuse-sparse-attention"]
+    assert names == [name for name in ALL if name != "fuse-lightning-indexer"]
     with pytest.raises(UsageError, match="fuse-lightning"):
         default_pipeline(CompileConfig(disabled_passes=("fuse-lightning",)))
 

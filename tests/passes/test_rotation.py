@@ -110,3 +110,9 @@ def halves_the_wrong_way(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 )
 def test_what_is_another_function(function: Callable[..., Tensor]) -> None:
     assert found_in(function) is None
+
+
+@pytest.mark.parametrize("function", [half_split, interleaved, deinterleaved], ids=lambda function: function.__name__)
+def test_one_angle_for_all_pairs_is_none_a_pair(function: Callable[..., Tensor]) -> None:
+    """An operator that reads an angle a pair would read past the only one."""
+    assert found_in(lambda x, cos, sin: function(x, cos[..., :1], sin[..., :1])) is None

@@ -31,7 +31,7 @@ def outside(wrong: ModuleType, captured: CapturedProgram, monkeypatch: pytest.Mo
         monkeypatch.setattr(f"kimigraph.passes.{module}.default_registry", lambda: registry)
     assert registry_module.default_registry() is registry
     for user in ("compiler", "tools.investigate"):
-        monkeypatch.setattr(f"kimigraph.{user}.capture", lambda model, config: captured)
+        monkeypatch.setattr(f"kimigraph.{user}.capture", lambda model, config, weights=True: captured)
     yield
 
 

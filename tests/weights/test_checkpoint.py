@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kimigraph.ir.errors import UsageError
 from kimigraph.weights import Checkpoint, Layout, load_module
+from kimigraph.weights.checkpoint import weight_files
 
 STATE = {"first.weight": torch.ones(4, 3), "first.bias": torch.ones(4), "second.weight": torch.ones(2, 4)}
 
@@ -180,9 +181,18 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     write(tmp_path, complete(), 2)
     (tmp_path / "model.safetensors.index.json").unlink()
     write(tmp_path, {"first.bias": torch.ones(4)})
+    (tmp_path / "model.safetensors").rename(tmp_path / "more.safetensors")
     assert re.search(
-        r"first\.bias is in model-0000\d-of-00002\.safetensors and in model\.safetensors", refused(tmp_path)
+        r"first\.bias is in model-0000\d-of-00002\.safetensors and in more\.safetensors", refused(tmp_path)
     )
+
+
+def test_other_files_beside_the_whole_model(tmp_path: Path) -> None:
+    """A directory may hold adapters or recorded outputs beside ``model.safetensors``."""
+    write(tmp_path, {"first.bias": torch.ones(4)})
+    (tmp_path / "model.safetensors").rename(tmp_path / "steps.safetensors")
+    write(tmp_path, complete())
+    assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
 
 
 def test_a_tensor_in_two_shards_of_an_index(tmp_path: Path) -> None:

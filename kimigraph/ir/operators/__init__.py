@@ -17,6 +17,7 @@ from kimigraph.ir.operators import (
     latent_attention,
     latent_write,
     lightning_indexer,
+    mxfp8_quantize,
     rms_norm,
     short_conv,
     sparse_attention,
@@ -39,6 +40,7 @@ OPERATORS: dict[str, Operator] = {
         attention_residual_merge,
         latent_write,
         index_key_write,
+        mxfp8_quantize,
     )
 }
 """Every semantic operator by its bare name."""

@@ -2,6 +2,9 @@
 
 import torch
 
+from kimigraph.ir.reference.e4m3 import from_e4m3, to_e4m3
+from kimigraph.ir.reference.groups import join_groups, split_groups
+
 
 def descriptor_fields(descriptor: str) -> dict[str, str]:
     """The fields of a descriptor's text form."""
@@ -10,24 +13,24 @@ def descriptor_fields(descriptor: str) -> dict[str, str]:
 
 
 def quantise(values: torch.Tensor, tile: int, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., W] -> e4m3 [..., W] and fp32 scales [..., W / tile], by which the e4m3 values are to be multiplied.
+    """[..., W] -> e4m3 [..., W] and fp32 scales [..., ceil(W / tile)], by which the e4m3 values are to be multiplied.
 
     A scale is amax / 448 of its tile, or under the rule "power2" the next power of two; amax counts as 1e-4 at least.
+    The last tile is short where ``tile`` does not divide W.
     """
-    tiles = values.float().unflatten(-1, (-1, tile))
+    tiles = split_groups(values.float(), tile)
     scales = tiles.abs().amax(dim=-1).clamp_min(1e-4) / 448.0
     if rule == "power2":
         bits = scales.view(torch.int32)
         rounded = ((bits + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
         scales = torch.where(scales.isfinite(), rounded, scales)
-    scaled = (tiles / scales.unsqueeze(-1)).clamp(-448.0, 448.0)
-    return scaled.flatten(-2).to(torch.float8_e4m3fn), scales
+    return join_groups(to_e4m3(tiles / scales.unsqueeze(-1)), values.shape[-1]), scales
 
 
-def dequantise(bytes_: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., W] holding e4m3, and fp32 [..., W / tile] -> fp32 [..., W]."""
-    values = bytes_.contiguous().view(torch.float8_e4m3fn).float()
-    return (values.unflatten(-1, (scales.shape[-1], -1)) * scales.unsqueeze(-1)).flatten(-2)
+def dequantise(bytes_: torch.Tensor, scales: torch.Tensor, tile: int) -> torch.Tensor:
+    """uint8 [..., W] holding e4m3, and fp32 [..., ceil(W / tile)] -> fp32 [..., W]."""
+    tiles = split_groups(from_e4m3(bytes_), tile)
+    return join_groups(tiles * scales.unsqueeze(-1), bytes_.shape[-1])
 
 
 def index_key_planes(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +43,7 @@ def index_key_planes(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def read_index_keys(pages: torch.Tensor) -> torch.Tensor:
     """uint8 [P, page, W + 4] -> fp32 [P, page, W]."""
     values, scales = index_key_planes(pages)
-    return dequantise(values, scales.contiguous().view(torch.float32))
+    return dequantise(values, scales.contiguous().view(torch.float32), values.shape[-1])
 
 
 def latent_columns(descriptor: str) -> tuple[slice, slice, slice]:
@@ -60,7 +63,8 @@ def read_latents(rows: torch.Tensor, descriptor: str) -> tuple[torch.Tensor, tor
         width = int(descriptor_fields(descriptor)["width"])
         return rows[..., :width].float(), rows[..., width:].float()
     values, scales, rope = latent_columns(descriptor)
-    latent = dequantise(rows[..., values], rows[..., scales].contiguous().view(torch.float32))
+    tile = int(descriptor_fields(descriptor)["tile"])
+    latent = dequantise(rows[..., values], rows[..., scales].contiguous().view(torch.float32), tile)
     return latent, rows[..., rope].contiguous().view(torch.bfloat16).float()
 
 

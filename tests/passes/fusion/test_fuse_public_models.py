@@ -5,6 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx import Node
+
+from kimigraph.passes.canonicalize import Canonicalize
+from kimigraph.passes.raise_kda import RaiseKda
 
 ATEN = torch.ops.aten
 MakeStep = Callable[..., Any]
@@ -53,6 +57,18 @@ def test_marks_change_nothing_in_decode(model: str, step: MakeStep) -> None:
     fused.fuse()
     assert fused.fused() == COUNTS[model]
     require_old_anchors_gone(fused, model)
+
+
+@pytest.mark.parametrize("model", ["glm5_next", "kimi_k31"])
+def test_a_marked_prefill_takes_raw_gates(model: str, step: MakeStep) -> None:
+    marked = step(model, "sdpa", options={"phase": "prefill", "tokens": 20})
+    remarks = marked.fuse((Canonicalize(), RaiseKda()))
+    assert [(remark.kind, remark.via) for remark in remarks] == [("passed", "mark")]
+    node = marked.operator("kda_prefill")
+    rate, bias = node.args[6:8]
+    assert isinstance(rate, Node) and rate.op == "placeholder" and isinstance(bias, Node)
+    assert node.kwargs["lower_bound"] == -5.0
+    assert marked.count(ATEN.exp.default, ATEN.softplus.default) == 0
 
 
 def test_remarks_name_old_anchors_and_the_new_node(step: MakeStep) -> None:

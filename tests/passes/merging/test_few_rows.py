@@ -122,6 +122,30 @@ def test_results_of_a_kernel_may_be_returned_and_written(weighted: Any, run_all:
     assert all(torch.equal(old, new) for old, new in zip(wanted, run_all(program, *inputs), strict=True))
 
 
+def cast_before_the_write(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    wide = x.float()
+    x.add_(1)
+    return F.linear(wide, a) + 1, F.linear(wide, b) * 2
+
+
+def casts_around_the_write(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    wide = x.float()
+    x.add_(1)
+    return F.linear(wide, a) + 1, F.linear(x.float(), b) * 2
+
+
+@pytest.mark.parametrize("step", [cast_before_the_write, casts_around_the_write], ids=lambda step: step.__name__)
+def test_rows_that_are_written_after_their_cast_keep_it(
+    step: Any, weighted: Any, run_all: Any, context: PassContext
+) -> None:
+    inputs = [draw(2, 32, dtype=BF16), draw(6, 32), draw(6, 32)]
+    program = weighted(step, *inputs, weights=2)
+    wanted = run_all(program, *inputs)
+    merge(program, context)
+    for old, new in zip(wanted, run_all(program, *inputs), strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-5)
+
+
 def test_a_product_of_a_product_stays_apart(weighted: Any, context: PassContext) -> None:
     inputs = [draw(1, 32, dtype=BF16), draw(32, 32, dtype=BF16), draw(6, 32)]
     program = weighted(lambda x, a, b: F.linear(F.linear(x, a).float(), b) * 2, *inputs, weights=2)

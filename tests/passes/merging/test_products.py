@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +22,7 @@ F64 = torch.float64
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape) + 1000 * len(shape))
-    return torch.randn(*shape, generator=generator, dtype=F64).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=F64).to(dtype)
 
 
 def merge(program: Any, context: PassContext) -> Any:
@@ -261,4 +262,74 @@ def test_random_programs_compute_the_same(
     for old, new in zip(wanted, run_all(program, *inputs), strict=True):
         torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-12)
     ready = prepared(program)
+    verify(ready.program)
+
+
+def held(weighted: Any, run_all: Any, context: PassContext, step: Any, inputs: list[torch.Tensor], weights: int) -> Any:
+    """The merged program, after outputs, their strides and what inputs hold were compared."""
+    program = weighted(step, *inputs, weights=weights)
+    program.graph_module.recompile()
+    eager = program.graph_module(*(tensor.clone() for tensor in inputs))
+    wanted = run_all(program, *inputs)
+    merge(program, context)
+    for old, new in zip(wanted, run_all(program, *inputs), strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-6, atol=1e-6)
+    outputs = program.graph_module(*(tensor.clone() for tensor in inputs))
+    assert [output.stride() for output in outputs] == [output.stride() for output in eager]
+    return program
+
+
+@pytest.mark.parametrize("shape", [(1,), (), (1, 8)], ids=str)
+def test_a_bias_that_is_repeated_stays_apart(
+    shape: tuple[int, ...], weighted: Any, run_all: Any, context: PassContext
+) -> None:
+    inputs = [draw(2, 16), draw(8, 16), draw(8, 16), draw(*shape), draw(8)]
+
+    def step(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> Any:
+        return F.linear(x, a, c) + 1, F.linear(x, b, d) + 1
+
+    program = held(weighted, run_all, context, step, inputs, 4)
+    assert product_count(program) == 2
+
+
+def three(join: Callable[..., Any]) -> Callable[..., Any]:
+    """Three products, the first two handed to ``join``."""
+    return lambda x, a, b, c: (join(F.linear(x, a), F.linear(x, b)), F.linear(x, c) + 1)
+
+
+def flat(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.cat([left, right], -1).view(-1) + 1
+
+
+def beside_each_other(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.cat([left, right], -1)
+
+
+def strided(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left.as_strided((2, 4), (4, 1), 2) * 2 + right.sum()
+
+
+@pytest.mark.parametrize("join", [flat, beside_each_other, strided], ids=lambda join: join.__name__)
+def test_what_must_have_its_own_memory_keeps_it(join: Any, weighted: Any, run_all: Any, context: PassContext) -> None:
+    """A concatenation that is returned or viewed as one row, and a result that is addressed, are no columns."""
+    inputs = [draw(2, 16), draw(8, 16), draw(8, 16), draw(8, 16)]
+    program = held(weighted, run_all, context, three(join), inputs, 3)
+    assert product_count(program) < 3
+
+
+def test_weights_that_are_used_twice_are_concatenated_once(weighted: Any, run_all: Any, context: PassContext) -> None:
+    """A layer that runs twice; the third pair has the same weights on the other side, so they join otherwise."""
+
+    def step(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.relu(F.linear(x, a) + F.linear(x, b))
+        z = torch.relu(F.linear(y, a) + F.linear(y, b))
+        return z @ a + 1, z @ b + 2
+
+    inputs = [draw(2, 16), draw(16, 16), draw(16, 16)]
+    program = held(weighted, run_all, context, step, inputs, 2)
+    ready = prepared(program)
+    assert [step for [step] in ready.steps.values()] == [
+        {"op": "cat", "dim": dim, "of": ["model.a_1", "model.b_1"]} for dim in (0, 1)
+    ]
+    assert not any(node.target is ATEN.cat.default for node in ready.program.graph_module.graph.nodes)
     verify(ready.program)

@@ -226,3 +226,11 @@ def test_layers_one_after_the_other_take_linear_time(trace: Any, context: PassCo
     program = trace(function, torch.randn(4, 4), torch.randn(4, 4))
     [record] = run_pipeline(program, Pipeline((FusePointwise(),)), context)
     assert len(regions(program.graph_module.graph)) == 120 and record.seconds < 5
+
+
+@pytest.mark.parametrize("exponent", [2, 2.5], ids=str)
+def test_a_power_without_a_kernel_stays_apart(exponent: float, fuse: Any) -> None:
+    """Of whole numbers, or of an exponent that is no few products."""
+    x = torch.arange(6) if exponent == 2 else torch.rand(6)
+    program = fuse(lambda x: x**exponent + 1, x)
+    assert regions(program.graph_module.graph) == []
