@@ -51,7 +51,8 @@ def test_a_missing_package_is_named_without_a_traceback() -> None:
 
 
 SLOW = """
-import sys, time, types
+import signal, sys, time, types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a script inherits it ignored
 module = types.ModuleType("kimigraph.compiler")
 def compile_source(*arguments, **options):
     print("started", file=sys.stderr, flush=True)
