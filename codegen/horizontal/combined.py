@@ -10,22 +10,11 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from kimigraph.codegen.horizontal.head import HEAD
 from kimigraph.codegen.kernel import KernelLaunch, KernelModule
 from kimigraph.codegen.pointwise import build_region
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.purity import region_module
-
-_HEAD = """
-import os
-from typing import Any
-
-import torch
-import triton
-import triton.language as tl
-
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-OPTIONS: dict[str, Any] = {options}
-"""
 
 
 @dataclass(frozen=True)
@@ -90,7 +79,7 @@ def build_combined(child: GraphModule) -> KernelModule:
     # A member's tile is right for any number of warps; the largest wants the most.
     options["num_warps"] = max(member.record.options["num_warps"] for member in members)
     helpers = {helper.name: _decorated(member, helper) for member in members for helper in member.helpers}
-    parts = [_HEAD.format(options=options).strip(), *helpers.values()]
+    parts = [HEAD.format(options=options).strip(), *helpers.values()]
     parts += [_part(member) for member in members]
     parts += [_kernel(members), _launch(child, members)]
     identity = "\n".join([*(member.module.identity for member in members), _wiring(child)])

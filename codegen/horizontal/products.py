@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from kimigraph.codegen.horizontal.head import HEAD
 from kimigraph.codegen.kernel import KernelLaunch, KernelModule
 from kimigraph.codegen.specialize.rendering import TRITON_TYPES, ceil_div, padded
 from kimigraph.ir.errors import CompileError
@@ -15,17 +16,6 @@ from kimigraph.ir.fake import describe
 from kimigraph.ir.row_products import RowProduct, row_products
 
 _TEMPLATES = Path(__file__).parent.parent / "templates"
-_HEAD = """
-import os
-from typing import Any
-
-import torch
-import triton
-import triton.language as tl
-
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-OPTIONS: dict[str, Any] = {options}
-"""
 
 
 @dataclass(frozen=True)
@@ -67,7 +57,7 @@ def build_region(child: GraphModule, tiling: Tiling | None = None) -> KernelModu
     # Fewest tiles first: they are the longest, fp32 columns that one program reads from end to end.
     table = sorted(members, key=lambda member: member.tiles)
     options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
-    parts = [_HEAD.format(options=options).strip(), *_functions(table), _kernel(table), _launch(child, members, table)]
+    parts = [HEAD.format(options=options).strip(), *_functions(table), _kernel(table), _launch(child, members, table)]
     return KernelModule("\n\n\n".join(parts) + "\n", (_record(members, options),))
 
 

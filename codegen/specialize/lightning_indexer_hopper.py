@@ -18,6 +18,14 @@ MOST_KEYS = 1 << 24  # a histogram's counts
 
 def serves(request: KernelRequest) -> bool:
     """Whether the kernel can compute the request, on whatever target: sizes, types, strides."""
+    if not fit_a_few_rows(request) or request.attributes.get("rows", False):
+        return False
+    keys, table = needed(request, "keys"), request.tensors.get("block_table")
+    return (keys.shape[1] if table is None else table.shape[1] * keys.shape[1]) < MOST_KEYS
+
+
+def fit_a_few_rows(request: KernelRequest) -> bool:
+    """Whether the operands are what both forms for a few rows take: page by page, in heads of 128."""
     q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
     table = request.tensors.get("block_table")
     heads, width = q.shape[-2:]
@@ -26,7 +34,6 @@ def serves(request: KernelRequest) -> bool:
     paged = table is not None and keys.shape[1] == PAGE
     return (
         request.tensors.get("mask") is None
-        and not request.attributes.get("rows", False)
         and (q.dtype, keys.dtype) in types
         and (paged or (table is None and keys.dtype == "bfloat16" and total % PAGE == 0))
         and width == WIDTH
@@ -34,7 +41,7 @@ def serves(request: KernelRequest) -> bool:
         and tuple(keys.stride) == (keys.shape[1] * keys.shape[2], keys.shape[2], 1)
         and q.stride[-1] == 1
         and 0 < q.shape[0] * q.shape[1] <= MOST_ROWS
-        and 0 < total < MOST_KEYS
+        and total > 0
         and 0 < int(request.attributes["k"]) <= 8192
         and weights.dtype in ("float32", "bfloat16", "float16")
     )

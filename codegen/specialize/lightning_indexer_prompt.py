@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from kimigraph.codegen.kernel import KernelLaunch, KernelModule, KernelRequest, TensorSpec
-from kimigraph.codegen.specialize.lightning_indexer_split import EACH, with_tiles
+from kimigraph.codegen.specialize.lightning_indexer_split import EACH, selection, with_tiles
 from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, is_hopper, needed, padded, render
 
 PAGE = 64
@@ -114,21 +114,8 @@ def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
     scoring = with_tiles(ahead_of_time("score_prompt", operands, score, score_options), True)
     signature = {**scoring.signature, "sequence": "i32", "rows": "i32"}
     scoring = KernelLaunch(scoring.function, signature, scoring.constants, ("codes", "peaks"), score_options)
-    selecting = ahead_of_time(
-        "select_codes",
-        {
-            "codes": "int32",
-            "peaks": "int32",
-            "lengths": None if lengths is None else "int32",
-            "block_table": table if by_rows else None,
-            "state": "int32",
-            "candidates": "int32",
-            "kept": "int32",
-            "picked": "int32",
-        },
-        select,
-        select_options,
-    )
+    first = None if lengths is None else "int32"
+    selecting = selection(first, table if by_rows else None, select, select_options)
     # Slabs begin at addresses of their own.
     selecting = replace(selecting, divisible=("codes", "peaks", "state", "candidates", "kept"))
     return KernelModule(text, (scoring, selecting), route=route)

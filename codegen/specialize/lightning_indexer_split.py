@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kimigraph.codegen.kernel import KernelLaunch, KernelModule, KernelRequest, TensorSpec
+from kimigraph.codegen.specialize.lightning_indexer_hopper import PAGE, WIDTH, fit_a_few_rows
 from kimigraph.codegen.specialize.rendering import (
     ahead_of_time,
     ceil_div,
@@ -18,9 +19,6 @@ from kimigraph.codegen.specialize.rendering import (
     render,
 )
 
-PAGE = 64
-WIDTH = 128
-MOST_ROWS = 256
 PROGRAMS = 4  # of the scores that fit a multiprocessor at once
 STAGES = 5
 PAGES_EACH, MOST_SHORT = 16, 64  # beyond one wave: programs of so many pages balance better, up to so many a row
@@ -55,26 +53,7 @@ class Division:
 
 def serves(request: KernelRequest) -> bool:
     """Whether the kernels can compute the request, on Hopper: sizes, types, strides."""
-    q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
-    table = request.tensors.get("block_table")
-    heads, width = q.shape[-2:]
-    total = keys.shape[1] if table is None else table.shape[1] * keys.shape[1]
-    types = {("bfloat16", "bfloat16"), ("float8_e4m3fn", "uint8")}
-    paged = table is not None and keys.shape[1] == PAGE
-    return (
-        request.tensors.get("mask") is None
-        and (q.dtype, keys.dtype) in types
-        and (paged or (table is None and keys.dtype == "bfloat16" and total % PAGE == 0))
-        and width == WIDTH
-        and heads in (16, 32, 64, 128)
-        and tuple(keys.stride) == (keys.shape[1] * keys.shape[2], keys.shape[2], 1)
-        and keys.aligned
-        and q.stride[-1] == 1
-        and 0 < q.shape[0] * q.shape[1] <= MOST_ROWS
-        and total > 0
-        and 0 < int(request.attributes["k"]) <= 8192
-        and weights.dtype in ("float32", "bfloat16", "float16")
-    )
+    return fit_a_few_rows(request) and needed(request, "keys").aligned
 
 
 def wins(request: KernelRequest) -> bool:
@@ -174,22 +153,25 @@ def build(request: KernelRequest, *, ctas: int | None = None) -> KernelModule:
         **scratch,
     }
     scoring = with_tiles(ahead_of_time("score_rows", operands, score, score_options), quantised)
-    selecting = ahead_of_time(
-        "select_codes",
-        {
-            "codes": "int32",
-            "peaks": "int32",
-            "lengths": lengths,
-            "block_table": table if by_rows else None,
-            "state": "int32",
-            "candidates": "int32",
-            "kept": "int32",
-            "picked": "int32",
-        },
-        select,
-        select_options,
-    )
+    selecting = selection(lengths, table if by_rows else None, select, select_options)
     return KernelModule(text, (scoring, selecting), route=plan.text())
+
+
+def selection(
+    lengths: TensorSpec | str | None, table: TensorSpec | None, constants: dict[str, Any], options: dict[str, Any]
+) -> KernelLaunch:
+    """The launch of ``select_codes``; ``table`` where it lists rows of the cache."""
+    operands: dict[str, TensorSpec | str | None] = {
+        "codes": "int32",
+        "peaks": "int32",
+        "lengths": lengths,
+        "block_table": table,
+        "state": "int32",
+        "candidates": "int32",
+        "kept": "int32",
+        "picked": "int32",
+    }
+    return ahead_of_time("select_codes", operands, constants, options)
 
 
 def with_tiles(launch: KernelLaunch, quantised: bool) -> KernelLaunch:

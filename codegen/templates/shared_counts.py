@@ -186,19 +186,5 @@ def listed(place):
 
 @triton.jit
 def listed_labels(place):
-    """The labels of the list's values."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 address;
-        mov.u32 address, program_list;
-        mad.lo.u32 address, $1, 4, address;
-        ld.shared.b32 $0, [address+528];
-        }
-        """,
-        "=r,r",
-        [place],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    """The labels of the list's values, 128 words behind them."""
+    return listed(place + 128)

@@ -100,8 +100,9 @@ def _gated_delta_chunks(
     group = value.shape[2] // key.shape[2]
     query, key = (x.repeat_interleave(group, dim=2) if group > 1 else x for x in (query, key))
     decay = g.float().unsqueeze(-1).expand(*g.shape, key.shape[-1])
-    out, state = _kda_prefill(query, key, value, decay, beta, initial_state, use_qk_l2norm_in_kernel, "kv")
-    return out.to(query.dtype), state if output_final_state else None
+    return _transformers_chunks(
+        query, key, value, decay, beta, chunk_size, initial_state, output_final_state, use_qk_l2norm_in_kernel
+    )
 
 
 def _kimi_chunks(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kimigraph.ir.errors import UsageError
+from kimigraph.ir.reference.e8m0 import from_e8m0
 from kimigraph.weights.checkpoint import Checkpoint
 from kimigraph.weights.shard import StoredTensor
 
@@ -78,7 +79,7 @@ class Mxfp4(_Scaled):
         packed, exponents = self.values.read(), self.scale.read().view(torch.uint8)
         codes = torch.stack([packed & 15, packed >> 4], dim=-1).reshape(self.shape[0], -1, GROUP)
         table = torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)])
-        scales = exponents.view(torch.float8_e8m0fnu).to(torch.float32).unsqueeze(-1)
+        scales = from_e8m0(exponents).unsqueeze(-1)
         return (table[codes.int()] * scales).reshape(self.shape)
 
 

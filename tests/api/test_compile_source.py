@@ -215,52 +215,25 @@ def test_a_required_fusion_that_does_not_fire_says_why_and_is_not_kept(
         compiled(toy, required_fusions=("fuse-sparse-attention",), disabled_passes=("fuse-sparse-attention",))
 
 
+FUSING = [
+    "raise-kda",
+    "raise-attention-residual",
+    "raise-cache-writes",
+    "raise-norms",
+    "fuse-lightning-indexer",
+    "fuse-sparse-attention",
+    "fuse-indexer-attention",
+]
+ALL = [*FUSING, "merge-horizontal", "fuse-pointwise"]
+
+
 @pytest.mark.parametrize(
     ("fields", "rules"),
     [
-        (
-            {},
-            [
-                "raise-kda",
-                "raise-attention-residual",
-                "raise-cache-writes",
-                "raise-norms",
-                "fuse-lightning-indexer",
-                "fuse-sparse-attention",
-                "fuse-indexer-attention",
-                "merge-horizontal",
-                "fuse-pointwise",
-            ],
-        ),
-        (
-            {"opt_level": 1},
-            [
-                "raise-kda",
-                "raise-attention-residual",
-                "raise-cache-writes",
-                "raise-norms",
-                "fuse-lightning-indexer",
-                "fuse-sparse-attention",
-                "fuse-indexer-attention",
-            ],
-        ),
-        (
-            {"stop_after": "fuse-lightning-indexer"},
-            ["raise-kda", "raise-attention-residual", "raise-cache-writes", "raise-norms", "fuse-lightning-indexer"],
-        ),
-        (
-            {"disabled_passes": ("raise-kda",)},
-            [
-                "raise-attention-residual",
-                "raise-cache-writes",
-                "raise-norms",
-                "fuse-lightning-indexer",
-                "fuse-sparse-attention",
-                "fuse-indexer-attention",
-                "merge-horizontal",
-                "fuse-pointwise",
-            ],
-        ),
+        ({}, ALL),
+        ({"opt_level": 1}, FUSING),
+        ({"stop_after": "fuse-lightning-indexer"}, FUSING[: FUSING.index("fuse-lightning-indexer") + 1]),
+        ({"disabled_passes": ("raise-kda",)}, ALL[1:]),
         ({"passes": "canonicalize,raise-kda"}, ["raise-kda"]),
         ({"opt_level": 0}, []),
     ],

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,8 @@ import triton
 
 from kimigraph.codegen.kernel import KernelRequest, TensorSpec
 from kimigraph.codegen.specialize import BUILDERS
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the cases that several files share
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
