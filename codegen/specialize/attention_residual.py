@@ -19,13 +19,19 @@ from kimigraph.codegen.specialize.residual_sources import (
     weight_strides,
 )
 
-CLUSTERS = (  # tokens at most, sources at least, programs of a cluster, channels of a thread
-    (4, 3, 8, 8),
-    (32, 3, 4, 16),
-    (66, 6, 2, 16),
+CLUSTERS = (  # tokens at most, sources at least, programs of a cluster, channels of a thread, may it start early
+    (4, 5, 8, 8, True),
+    (4, 3, 4, 16, True),
+    (16, 5, 4, 16, False),
+    (66, 6, 2, 16, True),
 )
-EARLY_TOKENS = range(33, 67)  # where a launch that starts early was faster, from as many sources on:
-EARLY_SOURCES = 3
+PAIRS = (  # of two sources that are normalised: tokens at most, and the rest as above
+    (8, 4, 16, True),
+    (32, 4, 16, False),
+    (200, 1, 8, True),
+)
+EARLY_TOKENS = 66  # to which a program that has a token to itself was faster when it starts early,
+EARLY_SOURCES = 3  # from as many sources on
 CLUSTER_WIDTH = 256  # channels of a program: a warp's loads
 FEW_TOKENS = 200
 MANY_TOKENS = (  # sources at least, of a tile at most, channels of a thread, registers of one at most
@@ -33,6 +39,8 @@ MANY_TOKENS = (  # sources at least, of a tile at most, channels of a thread, re
     (3, 4, 32, None),
     (1, 2, 64, 168),
 )
+LEAST_BLOCK = 16
+ABSENT_OF_PAIR = frozenset(f"source_{number}" for number in range(2, MOST_SOURCES))
 WEIGHTS = ("query", "norm_weight", "out_norm_weight")
 
 
@@ -48,7 +56,6 @@ def build(request: KernelRequest) -> KernelModule:
         "OUT_EPS": float(request.attributes["out_eps"]),
         "SOURCE_STRIDE": strides,
         "WEIGHT_STRIDE": weight_strides(request, WEIGHTS),
-        "EARLY": starts_early(request) and tokens in EARLY_TOKENS and len(sources) >= EARLY_SOURCES,
     }
     operands: dict[str, TensorSpec | str | None] = {
         **{f"source_{number}": request.tensors.get(f"sources_{number}") for number in range(MOST_SOURCES)},
@@ -58,9 +65,13 @@ def build(request: KernelRequest) -> KernelModule:
         "out": sources[0].dtype,
     }
     launch = {"out": sources[0].shape, "grid": (tokens,)}
-    parts, elements = cluster(tokens, len(sources), width)
+    pair = len(sources) == 2 and operands["out_norm_weight"] is not None and narrow(sources)
+    parts, elements, early = form(tokens, len(sources), width, pair=pair)
+    shared["EARLY"] = starts_early(request) and early
     if is_hopper(request.target) and aligned and parts > 1:
-        return build_cluster(launch, operands, shared, (len(sources), parts, elements))
+        return build_cluster(launch, operands, {**shared, "PAIR": pair}, (len(sources), parts, elements))
+    if pair and parts > 0:
+        return build_pair(launch, operands, {**shared, "ALIGNED": aligned}, warps_for(width, elements))
     most, few, options = schedule(tokens, len(sources), width)
     options |= early_options(shared["EARLY"])
     first, rows = tiles(len(sources), most)
@@ -70,11 +81,27 @@ def build(request: KernelRequest) -> KernelModule:
         "FIRST": first,
         "ROWS": rows,
         "FEW": few,
-        "BLOCK": padded(width),
+        "BLOCK": padded(width, LEAST_BLOCK),
         "INTERPRET": False,
     }
     text = render("attention_residual", {**launch, "mix": constants, "options": options})
     return KernelModule(text, (ahead_of_time("mix", operands, constants, options),))
+
+
+def narrow(sources: list[TensorSpec]) -> bool:
+    """Whether all sources are of 16 bits, whose rounding exceeds that of products of sources."""
+    return all(source.dtype in ("bfloat16", "float16") for source in sources)
+
+
+def build_pair(
+    launch: dict[str, Any], operands: dict[str, TensorSpec | str | None], shared: dict[str, Any], warps: int
+) -> KernelModule:
+    """The form of two sources: one reduction instead of two."""
+    constants = {**shared, "BLOCK": padded(shared["D"], LEAST_BLOCK), "INTERPRET": False}
+    options = {"num_warps": warps, "num_stages": 1, **early_options(shared["EARLY"])}
+    text = render("attention_residual_pair", {**launch, "mix_pair": constants, "options": options})
+    given = {name: spec for name, spec in operands.items() if name not in ABSENT_OF_PAIR}
+    return KernelModule(text, (ahead_of_time("mix_pair", given, constants, options),))
 
 
 def build_cluster(
@@ -96,7 +123,7 @@ def build_cluster(
         "PARTS": parts,
         "CHUNK": chunk,
         "BLOCK": padded(chunk, 256),
-        "EXCHANGE": exchange(parts),
+        "EXCHANGE": exchange(parts, 3 if shared["PAIR"] else 2),
         "WARPS": max(padded(chunk, 256) // elements // 32, 1),
     }
     options = {"num_warps": constants["WARPS"], "num_ctas": parts, **early_options(shared["EARLY"])}
@@ -104,34 +131,47 @@ def build_cluster(
     return KernelModule(text, (ahead_of_time("mix_cluster", operands, constants, options),))
 
 
-def cluster(tokens: int, sources: int, width: int) -> tuple[int, int]:
-    """Programs that share a token, and channels of a thread: what was fastest on an H200; (1, 0) for no cluster."""
-    for most, least, parts, elements in CLUSTERS:
+def form(tokens: int, sources: int, width: int, *, pair: bool) -> tuple[int, int, bool]:
+    """Programs that share a token, channels of a thread, whether a launch starts early: what was fastest on an H200.
+
+    ``pair``: two sources whose mixture is normalised. No programs: the form in tiles of sources.
+    """
+    if pair:
+        for most, parts, elements, early in PAIRS:
+            if tokens <= most and width >= CLUSTER_WIDTH * parts:
+                return parts, elements, early
+        return 0, 0, False
+    for most, least, parts, elements, early in CLUSTERS:
         if tokens <= most and sources >= least and width >= CLUSTER_WIDTH * parts:
-            return parts, elements
-    return 1, 0
+            return parts, elements, early
+    return 0, 0, tokens <= EARLY_TOKENS and sources >= EARLY_SOURCES
 
 
-def exchange(parts: int) -> str:
-    """PTX that sums two floats over ``parts`` programs of a cluster: each leaves its own in the memory of all.
+def exchange(parts: int, values: int = 2) -> str:
+    """PTX that sums two or three floats over ``parts`` programs of a cluster: each leaves its own in the memory of all.
 
     A program's first warp speaks for it. The memory is of this block alone, so a block is good for one exchange.
     """
+    width = 2 if values == 2 else 4  # floats of a vector access
+    size = 128 * width  # bytes of a warp's
+    sums, own = [f"${number}" for number in range(values)], [f"${values + number}" for number in range(values)]
+    taken = ["a", "b", "c", "d"][:width]
     lines = [
         "{",
-        ".reg .b32 base, own, there, rank; .reg .f32 a, b; .reg .pred speaks;",
-        f".shared .align 8 .b8 sums[{parts * 256}];",
+        ".reg .b32 base, own, there, rank; .reg .f32 a, b, c, d; .reg .pred speaks;",
+        f".shared .align {4 * width} .b8 sums[{parts * size}];",
         "mov.u32 rank, %tid.x; setp.lt.u32 speaks, rank, 32;",
-        "mov.u32 base, sums; shl.b32 own, $4, 3; add.u32 base, base, own;",
-        "mov.u32 rank, %cluster_ctarank; shl.b32 rank, rank, 8; add.u32 own, base, rank;",
+        f"mov.u32 base, sums; shl.b32 own, ${2 * values}, {width.bit_length() + 1}; add.u32 base, base, own;",
+        f"mov.u32 rank, %cluster_ctarank; shl.b32 rank, rank, {size.bit_length() - 1}; add.u32 own, base, rank;",
     ]
     for part in range(parts):
         lines.append(f"mapa.shared::cluster.u32 there, own, {part};")
-        lines.append("@speaks st.shared::cluster.v2.f32 [there], {$2, $3};")
+        lines.append(f"@speaks st.shared::cluster.v{width}.f32 [there], {{{', '.join((own * 2)[:width])}}};")
     lines.append("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
-    lines.append("mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000;")
+    lines.extend(f"mov.f32 {total}, 0f00000000;" for total in sums)
     for part in range(parts):
-        lines.append(f"ld.shared.v2.f32 {{a, b}}, [base+{part * 256}]; add.f32 $0, $0, a; add.f32 $1, $1, b;")
+        lines.append(f"ld.shared.v{width}.f32 {{{', '.join(taken)}}}, [base+{part * size}];")
+        lines.extend(f"add.f32 {total}, {total}, {value};" for total, value in zip(sums, taken, strict=False))
     return "\n".join([*lines, "}"])
 
 

@@ -110,7 +110,7 @@ def prepare_constants(request: KernelRequest, common: Constants, deltas: bool) -
         "BETA_STRIDE": beta.stride,
         "RATE_STRIDE": 0 if rate is None else per_head(request, rate),
         "BIAS_STRIDE": (0, 0) if bias is None else per_channel(request, bias, q.shape[2], q.shape[3]),
-        "BLOCK_N": padded(sequences),
+        "BLOCK_N": padded(sequences, 32),
         "DELTAS": deltas,
     }
 
@@ -140,10 +140,10 @@ def prepare_plain(request: KernelRequest, common: Constants, scratch: str, delta
 
 
 def prepare_hopper(request: KernelRequest, common: Constants, deltas: bool) -> KernelLaunch:
-    """The form with operands in shared memory; registers allow four programs an SM."""
+    """The form with operands in shared memory; with 128 registers a thread, four programs share a multiprocessor."""
     constants = prepare_constants(request, common, deltas)
     constants["GATE_IN_TILE"] = needed(request, "g").dtype == "bfloat16"
-    options = {"num_warps": 4, "maxnreg": 168}
+    options = {"num_warps": 4, "maxnreg": 128}
     return ahead_of_time("prepare_chunks_in_shared", prepare_operands(request, "bfloat16"), constants, options)
 
 

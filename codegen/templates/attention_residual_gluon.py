@@ -32,6 +32,18 @@ def add_pairs(a, b, c, d):
 
 
 @gluon.jit
+def add_triples(a, b, c, d, e, f):
+    """The same of three."""
+    return a + d, b + e, c + f
+
+
+@gluon.jit
+def multiply(a, b):
+    """For the product of two sources."""
+    return a * b
+
+
+@gluon.jit
 def behind_earlier_kernels(number):
     """``number``, once all that came before this kernel has ended; what follows it may start already."""
     return gl.inline_asm_elementwise(
@@ -49,6 +61,19 @@ def over_cluster(first, second, row, EXCHANGE: gl.constexpr):
     """Sums of two values over the programs of the cluster; ``row`` < 32 is the place of a thread's value."""
     return gl.inline_asm_elementwise(
         EXCHANGE, "=f,=f,f,f,r", [first, second, row], dtype=(gl.float32, gl.float32), is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def three_over_cluster(first, second, third, row, EXCHANGE: gl.constexpr):
+    """The same of three values."""
+    return gl.inline_asm_elementwise(
+        EXCHANGE,
+        "=f,=f,=f,f,f,f,r",
+        [first, second, third, row],
+        dtype=(gl.float32, gl.float32, gl.float32),
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -96,6 +121,7 @@ def mix_cluster(
     PARTS: gl.constexpr,
     CHUNK: gl.constexpr,
     BLOCK: gl.constexpr,
+    PAIR: gl.constexpr,
     EXCHANGE: gl.constexpr,
     EARLY: gl.constexpr,
     WARPS: gl.constexpr,
@@ -129,8 +155,17 @@ def mix_cluster(
     lane = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, LANES)), 0)
     lane = meet_cluster(lane + gl.expand_dims(gl.arange(0, PARTS, layout=gl.SliceLayout(1, LANES)), 1) * 0)
     values = rows.to(gl.float32)
-    square, dot = gl.reduce((values * values, values * gl.expand_dims(effective, 1)), 2, add_pairs)
-    square, dot = over_cluster(gl.convert_layout(square, LANES), gl.convert_layout(dot, LANES), lane, EXCHANGE)
+    scaled = values * gl.expand_dims(effective, 1)
+    if PAIR:
+        # |a x + b y|^2 = a^2 x.x + b^2 y.y + 2ab x.y: the norm of the mixture is known from the same exchange.
+        cross = gl.expand_dims(gl.reduce(values, 1, multiply), 1) + values * 0
+        square, dot, cross = gl.reduce((values * values, scaled, cross), 2, add_triples)
+        cross = gl.convert_layout(cross, LANES)
+        square, dot = gl.convert_layout(square, LANES), gl.convert_layout(dot, LANES)
+        square, dot, cross = three_over_cluster(square, dot, cross, lane, EXCHANGE)
+    else:
+        square, dot = gl.reduce((values * values, scaled), 2, add_pairs)
+        square, dot = over_cluster(gl.convert_layout(square, LANES), gl.convert_layout(dot, LANES), lane, EXCHANGE)
     logit = dot * gl.rsqrt(square / D + EPS)
     logit = gl.where(lane < N, logit, float("-inf"))
     logit = gl.convert_layout(logit, PART_ROWS)
@@ -139,9 +174,14 @@ def mix_cluster(
     weight = weight / gl.expand_dims(gl.sum(weight, 1), 1)
     mixed = gl.sum(gl.expand_dims(weight, 2) * values, 1)
     if out_norm_weight is not None:
-        total = gl.sum(mixed * mixed, 1)
-        first = gl.arange(0, PARTS, layout=gl.SliceLayout(1, PART_COLUMNS)) * 0
-        total, _ = over_cluster(total, total, first, EXCHANGE)
+        if PAIR:
+            square, cross = gl.convert_layout(square, PART_ROWS), gl.convert_layout(cross, PART_ROWS)
+            total = gl.maximum(gl.sum(weight * weight * square + weight * (1 - weight) * cross, 1), 0.0)
+            total = gl.convert_layout(total, gl.SliceLayout(1, PART_COLUMNS))
+        else:
+            total = gl.sum(mixed * mixed, 1)
+            first = gl.arange(0, PARTS, layout=gl.SliceLayout(1, PART_COLUMNS)) * 0
+            total, _ = over_cluster(total, total, first, EXCHANGE)
         mixed = mixed * gl.expand_dims(gl.rsqrt(total / D + OUT_EPS), 1) * norm
     gl.store(out + token * D + channel, mixed.to(out.dtype.element_ty), mask=inside)
 

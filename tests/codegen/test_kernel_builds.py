@@ -182,6 +182,7 @@ REQUESTS = {
     "prefill_plain": prefill(target="cpu"),
     "residual_b1_2": residual(1, 2),
     "residual_b1_9": residual(1, 9),
+    "residual_b64_2": residual(64, 2),
     "residual_b64_5": residual(64, 5),
     "residual_b64_9": residual(64, 9),
     "residual_many_2": residual(8192, 2),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kimigraph.codegen.specialize.attention_residual import form
 from kimigraph.ir.reference.attention_residual import attention_residual
 
 pytestmark = pytest.mark.gpu
@@ -42,12 +43,30 @@ def test_at_width(kernel, tokens, sources, width):
     there = on_device(operands)
     module = launch_of(kernel, there)
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    assert hasattr(module, "mix_cluster") == (hopper and sources > (2 if tokens <= 32 else 5) and tokens <= 64)
+    assert hasattr(module, "mix_cluster") == (hopper and form(tokens, sources, width, pair=sources == 2)[0] > 1)
     found = module.launch(*there.values())
     torch.testing.assert_close(found.cpu(), attention_residual(**operands, **ATTRIBUTES), rtol=1e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize(("tokens", "sources"), [(1, 2), (1, 9), (64, 5)])
+@pytest.mark.parametrize("tokens", [1, 20, 64, 300])
+@pytest.mark.parametrize("size", [1.0, 60.0])
+def test_two_sources_that_nearly_cancel_out(kernel, tokens, size):
+    """The norm of two sources comes from their products: what is left of them is small, and must be right."""
+    operands = operands_of(tokens, 2)
+    one = operands["sources"][0] * size
+    operands["sources"] = [one, (-one * (1 + 0.05 * torch.randn(one.shape))).bfloat16()]
+    operands["query"] *= 0
+    there = on_device(operands)
+    found = launch_of(kernel, there).launch(*there.values())
+    exact = attention_residual(
+        [source.double() for source in operands["sources"]],
+        *[operands[name].double() for name in ("query", "norm_weight", "out_norm_weight")],
+        **ATTRIBUTES,
+    )
+    torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("tokens", "sources"), [(1, 2), (1, 9), (20, 2), (64, 2), (64, 5)])
 def test_a_chain_of_launches_waits_for_what_it_reads(kernel, tokens, sources):
     """Each launch reads what the one before it wrote; programs may start early, but not read early."""
     there = on_device(operands_of(tokens, sources))

@@ -74,6 +74,15 @@ def test_widths(kernel, device, width):
     check(kernel, device, operands_of(3, sources=5, width=width, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_sources_need_one_reduction(kernel, device, normed, dtype):
+    module = check(kernel, device, operands_of(8, sources=2, width=300, normed=normed, dtype=dtype))
+    assert "mix_pair" in module.CONSTANTS
+    wide = check(kernel, device, operands_of(8, sources=2, width=300))
+    assert "mix_pair" not in wide.CONSTANTS, "32 bits may cancel out further than products of sources tell"
+
+
 @pytest.mark.parametrize("sources", [2, 5, 9])
 def test_many_tokens_take_another_schedule(kernel, device, sources, monkeypatch):
     monkeypatch.setattr(builder, "FEW_TOKENS", 2)

@@ -86,7 +86,7 @@ def test_window_covers_the_codes_in_order(device, peak):
     assert ((begin <= codes) & (codes <= last)).all()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "last"])
 def parts_of(codes, out, begin, last, COUNT: tl.constexpr):
     index = tl.arange(0, COUNT)
     begin = begin.to(tl.uint32)
