@@ -87,7 +87,7 @@ def run(compiler: str, options: argparse.Namespace) -> dict[str, Any]:
                 command, env=environment, capture_output=True, text=True, check=False, timeout=options.limit
             )
         except subprocess.TimeoutExpired:
-            return {"seconds": None, "error": f"not done after {options.limit} s"}
+            return {"seconds": None, "at_least": options.limit, "error": f"not done after {options.limit} s"}
     lines = [line for line in ran.stdout.splitlines() if line.startswith(READY)]
     if ran.returncode or not lines:
         return {"seconds": None, "error": ran.stderr.strip()[-400:]}
@@ -124,6 +124,9 @@ def main() -> None:
         "compilers": rows,
         "times_faster": {
             name: round(row["seconds"] / own, 2) for name, row in rows.items() if own and row.get("seconds")
+        },
+        "times_faster_at_least": {
+            name: round(row["at_least"] / own, 2) for name, row in rows.items() if own and "at_least" in row
         },
     }
     print(json.dumps(document, indent=1))

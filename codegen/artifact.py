@@ -13,12 +13,14 @@ from torch.utils import _pytree as pytree
 
 import kimigraph
 from kimigraph.codegen.architecture import cubin_arch
+from kimigraph.codegen.capturable import uncapturable
 from kimigraph.codegen.constants import CONSTANTS_FILE, folded_constants
 from kimigraph.codegen.cross_compile import compile_kernels
 from kimigraph.codegen.kernel_writer import build_kernels
 from kimigraph.codegen.preparation import prepared
 from kimigraph.codegen.program_writer import ProgramTitle, program_text
 from kimigraph.codegen.self_test import LARGEST, REFERENCE, reference_checksums, seeded_bytes, tolerance_of
+from kimigraph.codegen.stream_text import stream_count
 from kimigraph.codegen.support import support_files
 from kimigraph.ir.launches import graph_launches
 from kimigraph.ir.manifest import Manifest, record_file
@@ -59,7 +61,8 @@ def build_artifact(
         1
     ) as beside:  # the compiler runs in processes of its own; meanwhile this one writes the rest
         building = None if arch is None else beside.submit(compile_kernels, kernels, directory, arch, notify)
-        texts = {"program.py": program_text(bound, kernels, title), **support_files(kernels.ahead_of_time)}
+        streams = stream_count(bound.graph_module.graph.nodes)
+        texts = {"program.py": program_text(bound, kernels, title), **support_files(kernels.ahead_of_time, streams)}
         paths += [*_write(texts, directory), *_write_constants(bound, directory)]
         sums = _checksums(program, target, seed, notify) if self_test else {}
         if building is not None:
@@ -86,6 +89,8 @@ def build_artifact(
         tolerance=tolerance_of(program),
         reference=REFERENCE if sums else "",
         info=facts,
+        streams=streams,
+        uncapturable=uncapturable(bound.graph_module.graph),
     )
     manifest.write(directory)
     return manifest

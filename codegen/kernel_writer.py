@@ -16,6 +16,7 @@ from kimigraph.codegen.source_text import CallText, NameOf, argument_text, call_
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.manifest import KernelRecord
 from kimigraph.ir.provenance import module_path
+from kimigraph.ir.schedule import stream_of
 from kimigraph.ir.spelling import region_function
 
 REFERENCE_FILE = "kernels/reference.py"
@@ -38,6 +39,23 @@ class KernelFile:
     def host_path(self) -> str:
         """The half that runs on the host, beside cubins."""
         return f"kernels/{self.name}_launch.py"
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether launches in a CUDA graph share memory of the module's, so that two must not run side by side."""
+        return "is_current_stream_capturing" in self.module.text
+
+    def instance(self, stream: int) -> str:
+        """The name under which ``program.py`` has the kernel for launches on a stream.
+
+        One that keeps state is imported once for each stream, with a state of its own; another once.
+        """
+        first = min((stream_of(node) for node in self.nodes), default=0)
+        return self.name if stream == first or not self.keeps_state else f"{self.name}_on_{stream}"
+
+    def instances(self) -> list[str]:
+        """All names of the kernel, each an import of its own."""
+        return list(dict.fromkeys(self.instance(stream) for stream in sorted({stream_of(node) for node in self.nodes})))
 
     def text(self) -> str:
         """A docstring that says what the kernel stands for, then the template's text."""
@@ -76,23 +94,27 @@ class KernelSet:
             return [f'reference = load("{REFERENCE_FILE}")'] if self._operators() else []
         if self.ahead_of_time:
             lines = [
-                f'    {file.name}=cubins.load_host_half(HERE / "{file.host_path}", driver).launch,'
+                f'    {name}=cubins.load_host_half(HERE / "{file.host_path}", driver).launch,'
                 for file in self.files
+                for name in file.instances()
             ]
             loads = ['driver = load("support/cuda_driver.py")', 'cubins = load("support/cubins.py")']
             return [*loads, "kernels = SimpleNamespace(", *lines, ")"]
-        lines = [f'    {file.name}=load("{file.path}").launch,' for file in self.files]
+        lines = [f'    {name}=load("{file.path}").launch,' for file in self.files for name in file.instances()]
         return ["kernels = SimpleNamespace(", *lines, ")"]
 
     def call(self, node: Node, name_of: NameOf) -> CallText:
         """The call that stands for ``node`` in ``program.py``."""
         if node.op == "call_module":
-            callee = region_function(node) if self.referenced else f"kernels.{self.file_of[node.name].name}"
+            callee = region_function(node) if self.referenced else self._kernel(node)
             return CallText(callee, call_arguments(node, name_of))
         if self.referenced:
             return CallText(f"reference.{semantic_operator(node)}", call_arguments(node, name_of))
         arguments = tuple(argument_text(value, name_of) for value in tensor_arguments(node).values())
-        return CallText(f"kernels.{self.file_of[node.name].name}", arguments)
+        return CallText(self._kernel(node), arguments)
+
+    def _kernel(self, node: Node) -> str:
+        return f"kernels.{self.file_of[node.name].instance(stream_of(node))}"
 
     def launches(self) -> dict[str, int]:
         """Kernel launches of each node that has a kernel, by its name."""

@@ -10,16 +10,19 @@ from torch.fx import GraphModule, Node
 from kimigraph.codegen.kernel_writer import KernelSet
 from kimigraph.codegen.regions import kernel_kind
 from kimigraph.codegen.source_text import LINE_LENGTH, one_line, operator_call, wrap
+from kimigraph.codegen.stream_text import STREAMS_FILE, StreamText, stream_text
 from kimigraph.ir.fake import describe
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.provenance import module_path
 from kimigraph.ir.purity import region_module
+from kimigraph.ir.schedule import stream_of
 from kimigraph.ir.spelling import format_argument, region_function, variable_names
 
 _RESERVED = frozenset(
     (
         *("DEVICE", "HERE", "ModuleType", "Path", "SimpleNamespace", "aten", "constants", "cubins", "driver"),
-        *("hashlib", "kernels", "load", "math", "operator", "os", "reference", "step", "sys", "torch"),
+        *("hashlib", "kernels", "lanes", "load", "math", "operator", "os", "reference", "step", "streams", "sys"),
+        "torch",
     )
 )
 _BUILT_IN = ("aten", "prims", "_c10d_functional", "kimigraph")
@@ -85,8 +88,10 @@ def program_text(program: CapturedProgram, kernels: KernelSet, title: ProgramTit
     written = [*nodes, *(inner for _, child in regions for inner in child.graph.nodes)]
     head = f"{_docstring(title, written, kernels)}\n\n{_imports(title, written)}\n{_LOADER.format(device=title.device)}"
     loads = [_CONSTANTS.strip()] if any(node.op == "get_attr" for node in written) else []
+    streams = stream_text(nodes, names)
+    loads += [f'streams = load("{STREAMS_FILE}")'] if streams.count > 1 else []
     loads += kernels.imports()
-    step = [*_signature(program, names), *_body(nodes, kernels, names)]
+    step = [*_signature(program, names), *_body(nodes, kernels, names, streams)]
     functions = [_region(node, child, kernels) for node, child in regions]
     parts = [head, "\n".join(loads), *functions, "\n".join(step), _SCRIPT]
     return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
@@ -152,23 +157,32 @@ def _region(node: Node, child: GraphModule, kernels: KernelSet) -> str:
     if len(signature[0]) > LINE_LENGTH:
         signature = [f"def {region_function(node)}(", *(f"{line}," for line in head), "):"]
     title = f'    """Region {node.target}, {node.meta.get("region", "")}."""'
-    return "\n".join([*signature, title, *_body(nodes, kernels, names, single=isinstance(nodes[-1].args[0], Node))])
+    single = isinstance(nodes[-1].args[0], Node)
+    return "\n".join([*signature, title, *_body(nodes, kernels, names, StreamText(), single)])
 
 
-def _body(nodes: list[Node], kernels: KernelSet, names: dict[Node, str], single: bool = False) -> list[str]:
+def _body(
+    nodes: list[Node], kernels: KernelSet, names: dict[Node, str], streams: StreamText, single: bool = False
+) -> list[str]:
     """A statement for each node, a comment where the module changes, and what no later node reads is freed."""
     dying = _last_uses(nodes)
-    lines: list[str] = []
-    module = None
+    lines = streams.fork()
+    module, stream = None, 0
     for node in nodes:
         if node.op == "placeholder" or _proven(node):
             continue
+        if streams.count > 1 and stream != stream_of(node):
+            stream = stream_of(node)
+            lines += streams.enter(stream, "    ")
+        indent = "        " if stream else "    "
         path = module_path(node)
         if node.op != "output" and path != module:
-            lines.append(f"    # {one_line(path) or 'top'}")
+            lines.append(f"{indent}# {one_line(path) or 'top'}")
             module = path
-        lines += _statement(node, kernels, names, single)
-        lines += wrap([names[dead] for dead in dying.get(node, [])], "    del ")
+        lines += streams.join() if node.op == "output" else streams.before(node, indent)
+        lines += _statement(node, kernels, names, single, indent)
+        lines += streams.after(node, indent)
+        lines += wrap([names[dead] for dead in dying.get(node, []) if dead not in streams.held], f"{indent}del ")
     return lines
 
 
@@ -182,14 +196,14 @@ def _last_uses(nodes: list[Node]) -> dict[Node, list[Node]]:
     return dying
 
 
-def _statement(node: Node, kernels: KernelSet, names: dict[Node, str], single: bool) -> list[str]:
+def _statement(node: Node, kernels: KernelSet, names: dict[Node, str], single: bool, indent: str) -> list[str]:
     def name_of(argument: Node) -> str:
         return names[argument]
 
     if node.op == "output":
         return [f"    return {format_argument(node.args[0] if single else _as_tuple(node.args[0]), name_of)}"]
     comment = describe(node.meta.get("val"))
-    prefix = f"    {names[node]} = " if node.users else "    "
+    prefix = f"{indent}{names[node]} = " if node.users else indent
     comment = comment if node.users else f"{node.name}: {comment}"
     if node.op == "get_attr":
         return [f'{prefix}constants["{node.target}"]  # {comment}']

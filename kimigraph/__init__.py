@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kimigraph import passes
     from kimigraph.api import Compiled, load, optimize
+    from kimigraph.generator import Generator
     from kimigraph.ir.config import CompileConfig
+    from kimigraph.runtime.generation import Sampling
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "CompileConfig": "kimigraph.ir.config",
     "Compiled": "kimigraph.api",
+    "Generator": "kimigraph.generator",
+    "Sampling": "kimigraph.runtime.generation",
     "load": "kimigraph.api",
     "optimize": "kimigraph.api",
 }
-__all__ = ["CompileConfig", "Compiled", "__version__", "load", "optimize", "passes"]
+__all__ = ["CompileConfig", "Compiled", "Generator", "Sampling", "__version__", "load", "optimize", "passes"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,19 +14,23 @@ from torch.utils import _pytree as pytree
 from kimigraph.capture import capture_module
 from kimigraph.capture.function_source import module_source
 from kimigraph.capture.identity import call_digest
+from kimigraph.capture.named_caches import named_cache_hints
 from kimigraph.capture.signature import normalize_call
-from kimigraph.compiler import build, discarding, keep, new_session, read_manifest
-from kimigraph.ir.config import MAX_SHAPES, CompileConfig
+from kimigraph.compiler import build, discarding, keep, new_session, read_manifest, resolve_target
+from kimigraph.ir.config import MAX_GRAPHS, MAX_SHAPES, CompileConfig
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.manifest import Manifest
+from kimigraph.ir.policy import policy_of
 from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.ir.report import CompileReport
 from kimigraph.outputs import staged_directory
+from kimigraph.passes.quantization.calls import with_inputs
 from kimigraph.report import REPORT_NAME
 from kimigraph.run import program_weights, seeded_weights
 from kimigraph.runtime.calls import CallStructure
 from kimigraph.runtime.dispatch import KnownCall, know
-from kimigraph.runtime.executor import ALIGNMENT, Executor, require_runnable
+from kimigraph.runtime.executor import ALIGNMENT, Executor, InputMismatchError, require_runnable
+from kimigraph.runtime.graphs import GraphMode, graph_mode
 from kimigraph.runtime.prepared import PreparedWeights
 from kimigraph.tools.publish import publish
 
@@ -41,7 +45,31 @@ class Program:
     report: CompileReport
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.calls.returned(self.executor(*self.calls.tensors(args, kwargs)))
+        try:
+            return self.calls.returned(self.executor(*self.calls.tensors(args, kwargs)))
+        except InputMismatchError as error:
+            changed = _changed_caches(self.executor.manifest)
+            if not changed:
+                raise
+            raise InputMismatchError(f"{str(error).rstrip('.')}. {changed}") from None
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the program was compiled for a call with just such tensors."""
+        try:
+            return self.executor.takes_as_given(self.calls.tensors(args, kwargs))
+        except InputMismatchError:
+            return False
+
+
+def _changed_caches(manifest: Manifest) -> str:
+    """What a policy made of the caches, for a call that has others; empty where there is no policy."""
+    records = [record for record in manifest.info.get("quantization", ()) if "after" in record]
+    first = {role: next((r for r in records if r["role"] == role), None) for role in ("latent", "index_key")}
+    if not records:
+        return ""
+    texts = [f"{r['cache']} is {r['after']}, in the model {r['before']}" for r in first.values() if r is not None]
+    policy = manifest.info.get("policy", "")
+    return f"Under policy '{policy}' {'; '.join(texts)}: take caches from Compiled.new_caches()"
 
 
 class Compiled:
@@ -49,22 +77,28 @@ class Compiled:
 
     A call with tensors of other shapes, strides, dtypes or devices, or with other plain values, compiles another
     program (``CompileConfig.max_shapes`` of them stay in memory, the least recently used one goes first; all are in the
-    compile cache). A loaded artifact has the one it was compiled for.
+    compile cache). A loaded artifact has the one it was compiled for. With ``CompileConfig.cuda_graph`` steps run as
+    CUDA graphs (``graphs``).
     """
 
     def __init__(
-        self, compile_call: Callable[[tuple[Any, ...], dict[str, Any]], Program], max_shapes: int = MAX_SHAPES
+        self,
+        compile_call: Callable[[tuple[Any, ...], dict[str, Any]], Program],
+        max_shapes: int = MAX_SHAPES,
+        graphs: GraphMode | None = None,
     ) -> None:
-        """``compile_call(args, kwargs)`` makes the program of one call."""
+        """``compile_call(args, kwargs)`` makes the program of one call, which ``graphs`` has adopted if it is given."""
         self._compile_call, self._max_shapes = compile_call, max_shapes
+        self.graphs = graphs
+        """What runs the steps as CUDA graphs; None without ``CompileConfig.cuda_graph``."""
         self._programs: dict[str, Program] = {}
         self._known: list[tuple[KnownCall, str, Program]] = []
         self._latest: Program | None = None
 
     @classmethod
-    def of_program(cls, program: Program) -> "Compiled":
+    def of_program(cls, program: Program, graphs: GraphMode | None = None) -> "Compiled":
         """One program for every call."""
-        compiled = cls(lambda args, kwargs: program)
+        compiled = cls(lambda args, kwargs: program, graphs=graphs)
         compiled._latest = program
         return compiled
 
@@ -81,7 +115,7 @@ class Compiled:
                     self._note_use(key, program)
                 self._latest = program
                 return call.run(arguments)
-        key, program = self._program_for(args, kwargs)
+        key, program = self._program_in_formats(args, kwargs)
         result = program(args, kwargs)
         call = know(args, kwargs, program.executor, program.calls)
         if call is not None:
@@ -94,6 +128,31 @@ class Compiled:
         self._program_for(args, kwargs)
         return self
 
+    def capture(self, *args: Any, **kwargs: Any) -> "Compiled":
+        """Capture the step on these arguments as a CUDA graph now, not at their second call; none of them changes.
+
+        A program that has not run yet warms up on copies of its caches. Raises UsageError without
+        ``CompileConfig.cuda_graph``, GraphCaptureError, naming the node, for a program that no graph can hold.
+        """
+        if self.graphs is None:
+            raise UsageError("capture() needs graph mode: give CompileConfig(cuda_graph=True) or load(cuda_graph=True)")
+        _, program = self._program_in_formats(args, kwargs)
+        self.graphs.capture(program.executor, program.calls.tensors(args, kwargs))
+        return self
+
+    def _program_in_formats(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Program]:
+        """As ``_program_for``; but a call with caches of a policy's formats is none to compile for.
+
+        Where no program takes it, the latest one says what does not fit.
+        """
+        if self._latest is None or not _changed_caches(self._latest.executor.manifest) or not self._programs:
+            return self._program_for(args, kwargs)
+        known = list(self._programs.items())
+        key, program = next((pair for pair in known if pair[1].takes(args, kwargs)), known[-1])
+        self._note_use(key, program)
+        self._latest = program
+        return key, program
+
     def _program_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Program]:
         key = call_key(args, kwargs)
         program = self._programs.get(key)
@@ -101,6 +160,8 @@ class Compiled:
             program = self._compile_call(args, kwargs)
             while len(self._programs) >= self._max_shapes:
                 gone = next(iter(self._programs))
+                if self.graphs is not None:
+                    self.graphs.forget(self._programs[gone].executor)
                 del self._programs[gone]
                 self._known = [known for known in self._known if known[1] != gone]
         self._note_use(key, program)
@@ -189,6 +250,7 @@ class _Compiler:
                 f"CompileConfig.{option} does not apply to a model that is built already: change the model"
             )
         self._model, self._config = model, config
+        self.graphs = graph_mode(resolve_target(config.target), config.max_graphs) if config.cuda_graph else None
         self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._prepared = PreparedWeights()
 
@@ -199,7 +261,9 @@ class _Compiler:
         try:
             with new_session(self._config, lambda _: None) as session:
                 with session.timing.stage("capture"):
-                    captured = capture_module(self._model, args, kwargs, self._config)
+                    asked = policy_of(self._config.policy).quantises
+                    hints = named_cache_hints(self._model, args, kwargs) if asked else None
+                    captured = capture_module(self._model, args, kwargs, self._config, hints)
                     captured.info["shape_key"] = shape_key
                 report, finished = build(captured, directory, session)
                 if self._config.verify:
@@ -213,7 +277,8 @@ class _Compiler:
                 if self._config.report:
                     report.report = str(directory / REPORT_NAME)
                     publish(report, directory, session.shown, session.asked)
-            calls = CallStructure.of_info(captured.in_spec, captured.out_spec, captured.info)
+            called = with_inputs(captured, Manifest.read(directory).inputs)
+            calls = CallStructure.of_info(called.in_spec, called.out_spec, called.info)
             program = Program(directory, self._executor(directory, captured), calls, report)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
@@ -225,7 +290,10 @@ class _Compiler:
         device = Manifest.read(directory).target.partition(":")[0]
         named = {spec.source: captured.tensors[spec.name] for spec in captured.inputs if spec.name in captured.tensors}
         tensors = {name: self._on_device(tensor, device) for name, tensor in named.items()}
-        return Executor(directory, tensors, self._prepared)
+        executor = Executor(directory, tensors, self._prepared)
+        if self.graphs is not None:
+            self.graphs.adopt(executor)
+        return executor
 
     def _on_device(self, tensor: torch.Tensor, device: str) -> torch.Tensor:
         """The tensor on the program's device; moved once, so that programs of other shapes see the same state."""
@@ -253,20 +321,29 @@ def optimize(
     this process cannot run.
     """
     config = config or CompileConfig()
-    return Compiled(_Compiler(model, config), config.max_shapes).compile(example_inputs)
+    compiler = _Compiler(model, config)
+    return Compiled(compiler, config.max_shapes, compiler.graphs).compile(example_inputs)
 
 
-def load(directory: str | Path, weights: Mapping[str, torch.Tensor] | str | Path | None = None) -> Compiled:
+def load(
+    directory: str | Path,
+    weights: Mapping[str, torch.Tensor] | str | Path | None = None,
+    *,
+    cuda_graph: bool = False,
+    max_graphs: int = MAX_GRAPHS,
+) -> Compiled:
     """Load a saved artifact and bind ``weights`` to it: a state dict, or the directory of a checkpoint.
 
     A checkpoint's tensors are read one by one onto the program's device; docs/checkpoints.md has what is read.
 
     Without weights, an artifact of a randomly initialised model gets its own seeded ones; for any other that is a
-    UsageError. A program that binds no weights needs none. Raises CorruptArtifactError when a file was changed.
+    UsageError. A program that binds no weights needs none. ``cuda_graph`` and ``max_graphs`` are as in
+    ``CompileConfig``. Raises CorruptArtifactError when a file was changed.
     """
     path = Path(directory)
     manifest = read_manifest(path)
     require_runnable(manifest.target)
+    graphs = graph_mode(manifest.target, max_graphs) if cuda_graph else None
     give_up = weights is None
     if weights is None:
         if not manifest.random_weights and any(spec.kind in ("weight", "buffer") for spec in manifest.inputs):
@@ -277,6 +354,8 @@ def load(directory: str | Path, weights: Mapping[str, torch.Tensor] | str | Path
     elif isinstance(weights, str | Path):
         weights, give_up = program_weights(manifest, Path(weights)), True
     executor = Executor(path, weights, give_up=give_up)
+    if graphs is not None:
+        graphs.adopt(executor)
     report = CompileReport(
         source=str(manifest.info.get("source", "")),
         phase=manifest.phase,
@@ -287,4 +366,4 @@ def load(directory: str | Path, weights: Mapping[str, torch.Tensor] | str | Path
         cache={"status": "off", "key": manifest.cache_key, "reason": "loaded from an artifact"},
         artifact=str(path),
     )
-    return Compiled.of_program(Program(path, executor, CallStructure.of_manifest(manifest), report))
+    return Compiled.of_program(Program(path, executor, CallStructure.of_manifest(manifest), report), graphs)

@@ -13,14 +13,17 @@ import torch
 from kimigraph.capture import ModelSource, capture, load_source
 from kimigraph.codegen import build_artifact
 from kimigraph.codegen.architecture import ahead_of_time_arch
+from kimigraph.ir.cache_formats import cache_bill
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.cost import graph_seconds
 from kimigraph.ir.errors import KimigraphError, UsageError
 from kimigraph.ir.launches import graph_launches
 from kimigraph.ir.manifest import Manifest
+from kimigraph.ir.policy import policy_of
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.remarks import PassResult
 from kimigraph.ir.report import CompileReport
+from kimigraph.ir.schedule import summarize
 from kimigraph.keys import front_components, graph_components
 from kimigraph.outputs import check_replaceable, staged_directory
 from kimigraph.passes import (
@@ -136,11 +139,21 @@ def new_session(config: CompileConfig, notify: Notify) -> Generator[Session]:
     if config.cache not in MODES:
         raise UsageError(f"--cache {config.cache}: use one of {', '.join(MODES)}")
     target, pipeline = resolve_target(config.target), default_pipeline(config)
+    _check_policy(config, pipeline)
     if config.verify and ahead_of_time_arch(target) is not None:
         require_runnable(target)
     cache = CompileCache(mode=_cache_mode(config))
     with tempfile.TemporaryDirectory(prefix="kimigraph-") as scratch, ExitStack() as locks:
         yield Session(config, target, pipeline, cache, notify, Path(scratch), locks)
+
+
+def _check_policy(config: CompileConfig, pipeline: Pipeline) -> None:
+    policy = policy_of(config.policy)
+    if policy.quantises and "insert-quantization" not in pipeline.names:
+        raise UsageError(
+            f"policy '{policy.name}' needs the pass insert-quantization, and the pipeline '{pipeline}' lacks it: "
+            "leave out --policy, or let the pass run (-O1 and up)"
+        )
 
 
 def compile_source(
@@ -162,6 +175,14 @@ def compile_source(
                 directory = out / model.shape_key
             reports.append(_compile_one(source, model, directory, session))
     return reports
+
+
+def compile_model(
+    source: str, model: ModelSource, config: CompileConfig, directory: Path, notify: Notify
+) -> CompileReport:
+    """Compile ``model``, which ``source`` was resolved to, into ``directory``; as in ``compile_source``."""
+    with new_session(config, notify) as session:
+        return _compile_one(source, model, directory, session)
 
 
 def _compile_one(source: str, model: ModelSource, directory: Path, session: Session) -> CompileReport:
@@ -267,6 +288,9 @@ def _build(
         fusions=fusion_summary(records),
         kernels=[{**asdict(item), "estimated_us": estimates[item.name] * 1e6} for item in manifest.kernels],
         launches={"before": launches.count, "after": manifest.launches},
+        streams=asdict(summarize(program.graph_module.graph, context.device)),
+        memory={"arena_bytes": None, **cache_bill(program.inputs)},
+        quantization=list(program.info.get("quantization", ())),
         cache={"status": session.cache.status, "key": digest(graph), "reason": reason, "saved_seconds": 0.0},
         timing={"per_pass": dict(clock.seconds)},
         numerics=numerics.table,

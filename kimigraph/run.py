@@ -15,6 +15,7 @@ from kimigraph.ir.program import InputSpec
 from kimigraph.ir.script import seeded_input, with_strides
 from kimigraph.ir.seeded import checksum, same_checksum
 from kimigraph.runtime.executor import Executor, device_of, laid_out, require_runnable
+from kimigraph.runtime.graphs import graph_mode
 from kimigraph.weights import Watch, layout_of, read_weights, unwatched
 
 
@@ -40,16 +41,22 @@ def program_weights(manifest: Manifest, directory: Path, watch: Watch = unwatche
 
 
 def run_artifact(
-    directory: Path, weights: Path | None, inputs: Path | None, repeat: int, watch: Watch = unwatched
+    directory: Path,
+    weights: Path | None,
+    inputs: Path | None,
+    repeat: int,
+    watch: Watch = unwatched,
+    cuda_graph: bool = False,
 ) -> dict[str, Any]:
     """Run an artifact ``repeat`` times from the same inputs.
 
     Returns checksums of outputs and mutated inputs after the first step, ``seconds`` per step, and ``passed``: whether
     they are those of the manifest (None when given tensors replaced the seeded ones, or it has none). ``watch``
-    is told how much of ``weights`` has been read.
+    is told how much of ``weights`` has been read. ``cuda_graph``: the step is captured first, and every step replayed.
     """
     manifest = read_manifest(directory)
     require_runnable(manifest.target)
+    graphs = graph_mode(manifest.target) if cuda_graph else None
     bound = {} if weights is None else program_weights(manifest, weights, watch)
     for spec in manifest.bound:
         if spec.kind != "constant" and spec.source not in bound:
@@ -59,8 +66,13 @@ def run_artifact(
     start = [given.get(spec.source, seeded(spec, manifest)).to(executor.device) for spec in executor.caller_inputs]
     sums: dict[str, list[float]] = {}
     seconds: list[float] = []
+    tensors = [laid_out(tensor, spec) for tensor, spec in zip(start, executor.caller_inputs, strict=True)]
+    if graphs is not None:
+        graphs.adopt(executor)
+        graphs.capture(executor, tensors)
     for turn in range(max(repeat, 1)):
-        tensors = [laid_out(tensor, spec) for tensor, spec in zip(start, executor.caller_inputs, strict=True)]
+        for tensor, values in zip(tensors, start, strict=True):
+            tensor.copy_(values)
         _synchronize(executor.device)
         began = time.perf_counter()
         outputs = executor(*tensors)

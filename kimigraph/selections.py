@@ -4,14 +4,18 @@ A near-tie that falls the other way changes results by far more than rounding do
 picks first and then runs the captured graph with the program's own picks.
 """
 
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch.fx import Interpreter, Node
 
+from kimigraph.ir.cache_formats import rounded
 from kimigraph.ir.errors import NumericsError
-from kimigraph.ir.program import CapturedProgram, OutputSpec
+from kimigraph.ir.program import CapturedProgram, InputSpec, OutputSpec
+from kimigraph.ir.purity import mutated_arguments, storage_root
 
 _TOPK = torch.ops.aten.topk.default
 HIDDEN = -1e30
@@ -50,6 +54,50 @@ class SelectionInterpreter(Interpreter):
         return values, indices
 
 
+class RoundingInterpreter(SelectionInterpreter):
+    """Its caches keep no more than quantised ones would: those of ``formats``, from the start and after every write.
+
+    ``tensors`` are what it will run on, in placeholder order; they are rounded in place. ``settled`` are captured
+    caches as another program left them: where a value lies within ``limit`` (of its row's largest) of the middle
+    between two codes, theirs counts, as for picks. So a difference in the last bit does not become one of a code.
+    """
+
+    def __init__(
+        self,
+        program: CapturedProgram,
+        tensors: Sequence[torch.Tensor],
+        formats: Iterable[InputSpec] = (),
+        inject: dict[str, torch.Tensor] | None = None,
+        settled: Mapping[str, torch.Tensor] | None = None,
+        limit: float = 0.0,
+    ) -> None:
+        super().__init__(program, inject)
+        self._settled, self._limit = settled or {}, limit
+        named = {spec.source: spec.name for spec in program.inputs}
+        self._tensors = {spec.source: t for spec, t in zip(program.inputs, tensors, strict=True)}
+        self._formats = tuple(formats)
+        self._holders = {named[source]: spec for spec in self._formats for source, _ in spec.parts}
+        for spec in self._formats:
+            self._round(spec)
+
+    def run_node(self, n: Node) -> Any:
+        """One node; what it wrote into a cache is rounded."""
+        result = super().run_node(n)
+        written = {storage_root(one).name for one in mutated_arguments(n)} if self._holders else set[str]()
+        for spec in {id(spec): spec for name, spec in self._holders.items() if name in written}.values():
+            self._round(spec)
+        return result
+
+    def _round(self, spec: InputSpec) -> None:
+        for source, own in rounded(spec, self._tensors).items():
+            exact, other = self._tensors[source].float(), self._settled.get(source)
+            if other is not None:
+                other = other.float().to(own.device)
+                slack = self._limit * exact.abs().amax(-1, keepdim=True)
+                own = torch.where((exact - other).abs() <= (exact - own).abs() + slack, other, own)
+            self._tensors[source].copy_(own)
+
+
 def _filled(given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Picks of the program in the form of a top-k result.
 
@@ -73,7 +121,7 @@ def with_selections(program: CapturedProgram) -> tuple[CapturedProgram, list[str
     found: list[tuple[str, Node]] = []
     for node in graph.nodes:
         if node.op == "call_function" and "selects" in node.meta:
-            found.append((str(node.meta["selects"]), node))
+            found.append((str(node.meta["selects"]), _picks_of(node)))
         elif node.target is _TOPK:
             picks = [user for user in node.users if user.args[1] == 1]
             if picks:
@@ -84,6 +132,17 @@ def with_selections(program: CapturedProgram) -> tuple[CapturedProgram, list[str
     extended.graph_module.recompile()
     specs = tuple(OutputSpec(name=f"picks_{name}", source=f"picks.{name}") for name, _ in found)
     return replace(extended, outputs=extended.outputs + specs), [name for name, _ in found]
+
+
+def _picks_of(node: Node) -> Node:
+    """The picks of an operator that selects: its only result, or its second one."""
+    value = node.meta["val"]
+    if not isinstance(value, list | tuple):
+        return node
+    with node.graph.inserting_after(node):
+        picks = node.graph.call_function(operator.getitem, (node, 1))
+    picks.meta["val"] = cast("Sequence[torch.Tensor]", value)[1]
+    return picks
 
 
 def check_selections(captured: Selections, program: dict[str, torch.Tensor], tolerance: float) -> int:

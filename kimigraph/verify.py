@@ -2,7 +2,9 @@
 
 The first step runs the model in a process of its own and compares every output and updated cache at the model's
 formats. The second runs the graph with the program's own picks (top-k of indexers and routers), so that a near-tie
-cannot hide or fake an error, and compares the picks with those that the graph itself would have made at the same place.
+cannot hide or fake an error, and compares the picks with those that the graph itself would have made at the same place
+(not under a policy that quantises what they are made by). Where a policy gave caches other formats, the graph's caches
+go through the reference quantiser after every write: what quantising costs is `kimigraph quant-report`'s business.
 Relative error is the largest absolute error over the largest magnitude of the reference tensor. Tolerance: 1e-4 in
 fp32; in 16 bits 1.5 times the error of the captured graph in that type against the same graph in fp32.
 """
@@ -21,13 +23,18 @@ from kimigraph.capture.eager import EagerStep, eager_step, eager_steps
 from kimigraph.capture.program import tensors_of
 from kimigraph.codegen import build_artifact
 from kimigraph.ir.accuracy import LOW_PRECISION_FLOOR, TOLERANCE_FP32, tensor_error
+from kimigraph.ir.cache_formats import given_to, left_in
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import NumericsError
+from kimigraph.ir.manifest import Manifest
+from kimigraph.ir.policy import policy_of
 from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.passes import PassContext, default_pipeline, run_pipeline
 from kimigraph.runtime.executor import Executor, device_of
-from kimigraph.selections import SelectionInterpreter, Selections, check_selections, with_selections
+from kimigraph.selections import RoundingInterpreter, Selections, check_selections, with_selections
 
+CODE = 32 / 448
+"""The largest step between two codes of E4M3, over the largest value."""
 EAGER_FACTOR = 1.5
 """How much worse than 16-bit eager a program may be."""
 
@@ -45,11 +52,19 @@ class StepValues:
 
 
 def run_graph(
-    program: CapturedProgram, tensors: list[Tensor], inject: dict[str, Tensor] | None = None
+    program: CapturedProgram,
+    tensors: list[Tensor],
+    inject: dict[str, Tensor] | None = None,
+    formats: tuple[InputSpec, ...] = (),
+    settled: Mapping[str, Tensor] | None = None,
+    limit: float = 0.0,
 ) -> tuple[StepValues, Selections]:
-    """Run a graph on copies of ``tensors`` (placeholder order), with the picks of ``inject`` by top-k node."""
+    """Run a graph on copies of ``tensors`` (placeholder order), with the picks of ``inject`` by top-k node.
+
+    Caches keep no more than the quantised ones among ``formats`` would, near-ties as in ``settled``.
+    """
     copies = [t.clone() if _is_changed(spec) else t for spec, t in zip(program.inputs, tensors, strict=True)]
-    interpreter = SelectionInterpreter(program, inject)
+    interpreter = RoundingInterpreter(program, copies, formats, inject, settled, limit)
     with torch.no_grad():
         outputs = interpreter.run(*copies)
     return _named(program, copies, outputs), interpreter.selections
@@ -66,13 +81,22 @@ def _named(program: CapturedProgram, tensors: list[Tensor], outputs: tuple[Tenso
     return StepValues(values)
 
 
-def run_artifact(directory: Path, program: CapturedProgram, tensors: list[Tensor], device: torch.device) -> StepValues:
-    """Run the program in ``directory`` on copies of ``tensors``."""
-    copies = [t.to(device, copy=_is_changed(spec)) for spec, t in zip(program.inputs, tensors, strict=True)]
-    bound = {spec.source: t for spec, t in zip(program.inputs, copies, strict=True) if spec.bound}
-    executor = Executor(directory, bound)
-    outputs = executor(*(t for spec, t in zip(program.inputs, copies, strict=True) if not spec.bound))
-    return _named(program, copies, outputs)
+def run_artifact(
+    directory: Path,
+    program: CapturedProgram,
+    tensors: list[Tensor],
+    device: torch.device,
+    captured: CapturedProgram | None = None,
+) -> StepValues:
+    """Run the program in ``directory`` on copies of ``tensors``, those of ``captured`` (default: ``program``)."""
+    specs = (captured or program).inputs
+    copies = {spec.source: t.to(device, copy=_is_changed(spec)) for spec, t in zip(specs, tensors, strict=True)}
+    executor = Executor(directory, {spec.source: copies[spec.source] for spec in specs if spec.bound})
+    arguments = given_to(executor.caller_inputs, copies)
+    outputs = executor(*arguments)
+    values = {spec.source: value for spec, value in zip(program.outputs, outputs, strict=True)}
+    after = copies | left_in(executor.caller_inputs, arguments, copies)
+    return StepValues(values | {spec.source: after[spec.source] for spec in specs if spec.mutated})
 
 
 def verify_source(
@@ -154,6 +178,8 @@ class _Checker:
         self._picks: tuple[Path, CapturedProgram, list[str]] | None = None
         self._limit = LOW_PRECISION_FLOOR if is_low_precision(captured) else TOLERANCE_FP32
         self._tolerance = self._limit
+        self._formats = tuple(spec for spec in Manifest.read(directory).inputs if spec.parts)
+        self._ranked_alike = not policy_of(config.policy).index_key.quantises
         self._worst = (0.0, 0.0)
         self._differing = 0
 
@@ -175,18 +201,22 @@ class _Checker:
         reference = _eager_values(self._captured, tensors, eager)
         _require(graph.error_against(reference), {}, self._limit, f"captured graph against eager model{where}")
         picks = self._program_picks(tensors)
-        injected, seen = run_graph(self._captured, tensors, picks)
-        self._differing += check_selections(seen, picks, self._limit)
         program = run_artifact(self._directory, self._captured, tensors, self._device)
+        near = (self._formats, program.values, self._limit)
+        injected, seen = run_graph(self._captured, tensors, picks, *near)
+        if self._ranked_alike:
+            self._differing += check_selections(seen, picks, self._limit)
         limits: dict[str, float] = {}
         if self._wide is not None:
             widened = _widened(self._wide, self._captured, tensors)
-            injected, _ = run_graph(self._wide, widened, picks)
+            injected, _ = run_graph(self._wide, widened, picks, *near)
             forced, _ = run_graph(self._wide, widened, own.picked)
             limits = {
                 name: max(EAGER_FACTOR * relative, LOW_PRECISION_FLOOR)
                 for name, (_, relative) in graph.error_against(forced).items()
             }
+            for name in (source for spec in self._formats for source, _ in spec.parts):
+                limits[name] += CODE  # a rounding error of 16 bits may tip a value into the next code
         errors = program.error_against(injected)
         self._worst = max((self._worst, *errors.values()), key=lambda pair: pair[1])
         self._tolerance = max((self._tolerance, *limits.values()))
@@ -196,7 +226,7 @@ class _Checker:
         if self._picks is None:
             return {}
         directory, extended, names = self._picks
-        values = run_artifact(directory, extended, tensors, self._device).values
+        values = run_artifact(directory, extended, tensors, self._device, self._captured).values
         return {name: values[f"picks.{name}"].cpu() for name in names}
 
     def result(self) -> dict[str, Any]:

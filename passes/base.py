@@ -45,6 +45,10 @@ class Pass:
     """The lowest optimization level whose default pipeline has the pass."""
     fusion: ClassVar[bool] = False
     """Whether the pass counts in the report's ``fusions`` and can be named by ``--require-fusion``."""
+    changes_formats: ClassVar[bool] = False
+    """Whether the pass may give the program's caches other formats: other inputs, and a call of another form."""
+    analysis: ClassVar[bool] = False
+    """Whether the pass only looks: a CompileError of its own is a verdict on the program, not a fault of the pass."""
     pattern: ClassVar[str] = ""
     """What the pass looks for, for the table in ``docs/fusions.md``."""
     constraints: ClassVar[tuple[str, ...]] = ()

@@ -1,7 +1,8 @@
 """``fuse-pointwise``: what is left between the large operators becomes regions, for each of which one kernel is made.
 
 Elementwise chains, reductions along one extent with what surrounds them, joins, gathers and writes; views are
-arithmetic on addresses. ``kimigraph.ir.pointwise`` says what one kernel can hold, ``kimigraph.ir.cost`` what it saves.
+arithmetic on addresses. A product of few rows takes in what is done to its rows before and to its columns after.
+``kimigraph.ir.pointwise`` says what one kernel can hold, ``kimigraph.ir.cost`` what it saves.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from kimigraph.ir import purity
 from kimigraph.ir.cost import fused_work, work_of
 from kimigraph.ir.device import Device
 from kimigraph.ir.launches import launches_of
+from kimigraph.ir.pointwise.prepared import may_be_held
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.provenance import module_path, source_line
 from kimigraph.ir.regions import extract_region
@@ -18,17 +20,21 @@ from kimigraph.ir.remarks import PassResult, Remark
 from kimigraph.passes.base import Pass, PassContext
 from kimigraph.passes.pointwise.border import with_views_inside, with_views_outside
 from kimigraph.passes.pointwise.grow import Growth, launches
+from kimigraph.passes.pointwise.opened import open_regions
 from kimigraph.passes.pointwise.order import Order, Unit
 
 NEAR_MISSES = 20
 """At most so many refusals are remarked on."""
+
+PREPARES_FROM = 3
+"""The optimization level from which what prepares long rows, attention residuals too, joins the rows' products."""
 
 
 @dataclass(frozen=True)
 class FusePointwise(Pass):
     """Makes regions of pointwise work.
 
-    Options: ``most``, the largest number of nodes of a region.
+    Options: ``most``, the largest number of nodes of a region; ``products``, whether products of few rows join them.
     """
 
     name: ClassVar[str] = "fuse-pointwise"
@@ -39,13 +45,15 @@ class FusePointwise(Pass):
     level: ClassVar[int] = 2
     pattern: ClassVar[str] = (
         "neighbours out of elementwise operations, reductions over one extent (norms, softmax), joins and splits, "
-        "gathers, casts and writes in place"
+        "gathers, casts and writes in place; products of few rows with what surrounds them"
     )
     constraints: ClassVar[tuple[str, ...]] = (
         "all results have the same number of elements, or one for each reduced row",
         "all reductions run over equally many elements, at most 65,536",
         "nothing outside lies between the parts, and no write changes places with another use",
         "bool, integers, bfloat16, float16 or float32",
+        "products join with up to 8 rows: what is done to their columns, their sums, what prepares their rows where a "
+        "program can hold the rows (8,192 elements); rows of 4,096 and attention residuals from -O3",
         "the cost model prices one kernel below several",
     )
     effect: ClassVar[str] = (
@@ -53,17 +61,25 @@ class FusePointwise(Pass):
     )
 
     most: int = 64
+    products: bool = True
 
     def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:
         """Grow regions over the whole graph, then make each a child graph."""
         graph = program.graph_module.graph
-        growth = Growth(Order.of(graph), context.device, self.most)
+        prepares = self.products and context.config.opt_level >= PREPARES_FROM
+        opened = open_regions(program.graph_module, may_be_held) if prepares else []
+        growth = Growth(Order.of(graph), context.device, self.most, self.products, prepares)
         units = growth.run(graph)
         remarks = [refused.remark(self.name, node) for node, refused in growth.misses[:NEAR_MISSES]]
         kept = [unit for unit in units if context.allow(_described(unit))]
+        if kept:
+            growth.order.apply()
+        taken = {node for unit in kept for node in unit.nodes}
+        for region in opened:
+            if not taken & set(region.nodes):
+                region.close(program.graph_module)
         if not kept:
             return PassResult(False, tuple(remarks), {"regions": 0})
-        growth.order.apply()
         saved = 0
         for unit in kept:
             saved += launches(unit.nodes) - 1

@@ -2,6 +2,7 @@
 
 Anchored at the attention itself (``scaled_dot_product_attention`` or ``softmax``); evidence: keys and values are one
 linear of a cached latent, and the mask is an indexer's picks. The linear's weight is absorbed into query and output.
+The same without picks, for few queries, becomes ``latent_attention``.
 """
 
 import operator
@@ -17,24 +18,26 @@ from kimigraph.ir.program import CapturedProgram
 from kimigraph.passes.algebra.attention import Attention, attention_at, is_sink
 from kimigraph.passes.algebra.frames import Operand
 from kimigraph.passes.algebra.latent import LatentExpansion, expansion_of
+from kimigraph.passes.algebra.lengths import Length, length_operand
 from kimigraph.passes.algebra.masks import selects
 from kimigraph.passes.algebra.nodes import dtype
 from kimigraph.passes.algebra.pieces import Piece, pieces
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import build, call, replace
 from kimigraph.passes.algebra.rule import FusionPass, descriptor_of, require_unused_elsewhere, require_unwritten
-from kimigraph.passes.algebra.selection import selection_of
+from kimigraph.passes.algebra.selection import selection_of, visible_length
 
 ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """A checked attention: its operands and the indices that select its keys."""
+    """A checked attention: its operands, the indices that select its keys, or without any the length that it sees."""
 
     attention: Attention
     expansion: LatentExpansion
-    picks: Node
+    picks: Node | None
+    length: Length | None
     descriptor: str
 
 
@@ -42,25 +45,30 @@ class AttentionSite:
 class FuseSparseAttention(FusionPass):
     """Replaces multi-head latent attention over an indexer's picks by the absorbed form, which reads picked rows only.
 
-    Refused: no selection (dense attention has no operator yet), a mask besides the indexer's, keys and values that are
-    not one linear of a latent, weights used elsewhere, a cache written before the attention's own place.
+    Without picks the absorbed form reads all rows that a length shows; it is taken where it computes less than
+    expanding the cache. Refused: a mask besides the indexer's or the length, keys and values that are not one linear of
+    a latent, weights used elsewhere, a cache written before the attention's own place.
     """
 
     name: ClassVar[str] = "fuse-sparse-attention"
-    summary: ClassVar[str] = "latent attention over an indexer's picks becomes one sparse_attention on the cache"
+    summary: ClassVar[str] = "latent attention over an indexer's picks, or over all keys, becomes one operator"
     fusion: ClassVar[bool] = True
     pattern: ClassVar[str] = (
         "a `softmax` or `scaled_dot_product_attention` whose keys and values are one linear of a latent cache, and "
-        "whose mask is a set of picks"
+        "whose mask is a set of picks or a causal length"
     )
     constraints: ClassVar[tuple[str, ...]] = (
         "the mask hides what was not picked, and else exactly what the indexer's mask hides",
+        "without picks one length, and fewer operations than expanding the cache takes",
         "one mask for all heads",
         "the attention weights are used nowhere else",
         "the caches are not written between the attention's reads and its place",
         "weight and latent cache of one type",
     )
-    effect: ClassVar[str] = "`sparse_attention` over the picked rows, the linear absorbed into query and output"
+    effect: ClassVar[str] = (
+        "`sparse_attention` over the picked rows or `latent_attention` over all, the linear absorbed into query and "
+        "output"
+    )
 
     def anchors(self, graph: Graph) -> Sequence[Node]:
         """All softmaxes and fused attentions."""
@@ -82,7 +90,7 @@ class FuseSparseAttention(FusionPass):
 
     def note(self, site: AttentionSite) -> str:
         """What cannot be proved of a list that is no indexer's own."""
-        if site.picks.target is OPERATORS["lightning_indexer"].overload:
+        if site.picks is None or site.picks.target is OPERATORS["lightning_indexer"].overload:
             return ""
         return f"{site.picks.name} is taken to name no key twice, which the graph cannot prove"
 
@@ -101,15 +109,15 @@ class FuseSparseAttention(FusionPass):
             q_rope = here(ATEN.transpose.int, _columns(here, attention.q, expansion.rope), 1, 2)
             rope = build(graph, expansion.rope_cache, attention.out)
         latent = build(graph, expansion.latent, attention.out)
-        picks = site.picks
-        if dtype(picks) is not torch.int32:
-            picks = call(
-                graph, ATEN._to_copy.default, (picks,), {"dtype": torch.int32}, like=picks, before=attention.out
-            )
+        name, chosen = "latent_attention", None
+        if site.picks is not None:
+            name, chosen = "sparse_attention", _as_int32(graph, site.picks, attention.out)
+        elif site.length is not None:
+            chosen = length_operand(graph, site.length, expansion.batch, attention.out)
         node = call(
             graph,
-            OPERATORS["sparse_attention"].overload,
-            (q_latent, q_rope, latent, rope, picks),
+            OPERATORS[name].overload,
+            (q_latent, q_rope, latent, rope, chosen),
             {"scale": attention.scale, "descriptor": site.descriptor},
             like=attention.sink,
             before=attention.out,
@@ -123,6 +131,12 @@ class FuseSparseAttention(FusionPass):
 _NAMED = frozenset(
     (ATEN.matmul.default, ATEN.softmax.int, ATEN._softmax.default, ATEN.scaled_dot_product_attention.default)
 )
+
+
+def _as_int32(graph: Graph, picks: Node, before: Node) -> Node:
+    if dtype(picks) is torch.int32:
+        return picks
+    return call(graph, ATEN._to_copy.default, (picks,), {"dtype": torch.int32}, like=picks, before=before)
 
 
 @dataclass(frozen=True)
@@ -140,8 +154,10 @@ def _checked(program: CapturedProgram, attention: Attention, expansion: LatentEx
     graph = program.graph_module.graph
     want = (expansion.batch, expansion.tokens, expansion.keys)
     picks = selection_of(graph, attention.sink, attention.masks, want)
+    length = None
     if picks is None:
-        raise Refused("dense latent attention has no operator yet", attention.sink)
+        _require_cheaper(attention, expansion)
+        length = visible_length(attention.masks, want)
     if attention.scale <= 0:
         raise Refused("the scale is not positive", attention.sink)
     require_unused_elsewhere(attention.path[:-1], [attention.out])
@@ -156,7 +172,14 @@ def _checked(program: CapturedProgram, attention: Attention, expansion: LatentEx
     rope = expansion.rope_cache
     if rope is not None and descriptor_of(program, rope.node) != descriptor:
         raise Refused(f"latent and rope cache are described differently: {descriptor or 'not at all'}", rope.node)
-    return AttentionSite(attention, expansion, picks, descriptor)
+    return AttentionSite(attention, expansion, picks, length, descriptor)
+
+
+def _require_cheaper(attention: Attention, expansion: LatentExpansion) -> None:
+    """Refuse where the absorbed form, wider for each query, multiplies more than expanding each key once would."""
+    own = expansion.nope.width + expansion.value_width
+    if expansion.tokens * (2 * expansion.latent_width - own) > expansion.latent_width * own:
+        raise Refused(f"{expansion.tokens} queries make absorbed attention over all keys dearer", attention.sink)
 
 
 def _columns(here: _Emitter, q: Node, wanted: Piece) -> Node:

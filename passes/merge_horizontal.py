@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 from torch.fx import Node
 
 from kimigraph.ir import purity
+from kimigraph.ir.dependences import Dependences
 from kimigraph.ir.launches import launches_of
 from kimigraph.ir.operators import operator_of
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.provenance import module_path, source_line
 from kimigraph.ir.remarks import PassResult, Remark
 from kimigraph.ir.row_products import is_cast_alone
-from kimigraph.passes.algebra.dependences import Dependences
 from kimigraph.passes.algebra.nodes import packet
 from kimigraph.passes.algebra.products import Product, products
 from kimigraph.passes.algebra.refusal import Refused

@@ -11,6 +11,7 @@ from typing import ClassVar
 from torch.fx import Graph, Node
 
 from kimigraph.ir.cost import fused_work, serial_seconds, work_of
+from kimigraph.ir.dependences import Dependences
 from kimigraph.ir.device import Device
 from kimigraph.ir.launches import launches_of
 from kimigraph.ir.pointwise import Unfusable, lower
@@ -19,11 +20,14 @@ from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.provenance import module_path, source_line
 from kimigraph.ir.regions import extract_region
 from kimigraph.ir.remarks import PassResult, Remark
-from kimigraph.passes.algebra.dependences import Dependences, make_neighbours
+from kimigraph.passes.algebra.dependences import make_neighbours
 from kimigraph.passes.base import Pass, PassContext
 
 LEAST_GAIN = 0.1
 """What a merge must save of the time of its members: the cost model does not see what sharing a kernel costs them."""
+
+SMALL = 1 << 20
+"""Bytes that a member may move below -O3: so little is all launch and latency, of which merging can only save."""
 
 OPEN_GROUPS = 4
 """How many groups, the latest ones, a region may join: values should not live longer than they must."""
@@ -38,11 +42,12 @@ class MergeRegions(Pass):
 
     name: ClassVar[str] = "merge-regions"
     summary: ClassVar[str] = "pointwise regions that do not wait for one another become one launch"
-    level: ClassVar[int] = 3
+    level: ClassVar[int] = 2
     pattern: ClassVar[str] = "pointwise regions or operations with operands of their own (norms of other widths, gates)"
     constraints: ClassVar[tuple[str, ...]] = (
         "none waits for another, by data or by the order of reads and writes",
         "merging saves at least a tenth of their time by the cost model",
+        "below -O3 each moves at most 1 MiB",
     )
     effect: ClassVar[str] = "a region for which one kernel with a table of tiles is generated"
 
@@ -51,7 +56,8 @@ class MergeRegions(Pass):
     def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:
         """Group greedily in graph order, then make each group a region."""
         graph = program.graph_module.graph
-        groups = [group for group in self._groups(graph, context.device) if len(group) > 1]
+        small = SMALL if context.config.opt_level < 3 else None
+        groups = [group for group in self._groups(graph, context.device, small) if len(group) > 1]
         remarks: list[Remark] = []
         for group in groups:
             if context.allow(f"{group[0].name} ({source_line(group[0]) or 'no source line'})"):
@@ -62,11 +68,11 @@ class MergeRegions(Pass):
         saved = sum(len(remark.nodes) - 2 for remark in remarks)
         return PassResult(bool(remarks), tuple(remarks), {"merged": len(remarks), "launches saved": saved})
 
-    def _groups(self, graph: Graph, device: Device) -> list[list[Node]]:
+    def _groups(self, graph: Graph, device: Device, most_bytes: int | None) -> list[list[Node]]:
         dependences = Dependences(graph)
         groups: list[list[Node]] = []
         for node in graph.nodes:
-            if not _is_candidate(node):
+            if not _is_candidate(node) or (most_bytes is not None and work_of(node).bytes > most_bytes):
                 continue
             for group in reversed(groups[-OPEN_GROUPS:]):
                 members = [*group, node]

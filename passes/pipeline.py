@@ -10,6 +10,8 @@ from kimigraph.passes.base import Pass
 from kimigraph.passes.options import parse_pass, print_pass
 from kimigraph.passes.registry import BUILT_IN, PassRegistry, default_registry, unknown_name
 
+SCHEDULING = ("assign-streams", "plan-memory")
+VERIFIER = "verify-schedule"
 _PASS = re.compile(r'\s*([^\s,{}"=]+)\s*(?:\{((?:"(?:[^"\\]|\\.)*"|[^"{}])*)\})?\s*(?:,|$)')
 
 
@@ -60,13 +62,13 @@ def default_pipeline(config: CompileConfig, registry: PassRegistry | None = None
     """The passes that ``config`` asks for.
 
     ``passes`` replaces those of the optimization level (-O0: none; from -O1 the built-in passes of that level, in their
-    order);
+    order), with ``verify-schedule`` at the end where one of them assigns streams or memory;
     ``disabled_passes`` and ``stop_after`` apply to either. Raises UsageError for a name that no pass has.
     """
     registry = registry or default_registry()
     _check_names(config, registry)
     if config.passes is not None:
-        pipeline = Pipeline.parse(config.passes, registry)
+        pipeline = _verified(Pipeline.parse(config.passes, registry), registry)
     elif config.opt_level == 0:
         pipeline = Pipeline()
     else:
@@ -74,6 +76,13 @@ def default_pipeline(config: CompileConfig, registry: PassRegistry | None = None
         pipeline = Pipeline(tuple(item() for item in kept if item.level <= config.opt_level))
     pipeline = pipeline.without(config.disabled_passes)
     return pipeline.through(config.stop_after) if config.stop_after else pipeline
+
+
+def _verified(pipeline: Pipeline, registry: PassRegistry) -> Pipeline:
+    """A program whose streams or memory were assigned is proven safe, whoever wrote the pipeline."""
+    if not {*SCHEDULING} & {*pipeline.names} or VERIFIER in pipeline.names:
+        return pipeline
+    return Pipeline((*pipeline.passes, registry.load(VERIFIER)()))
 
 
 def _check_names(config: CompileConfig, registry: PassRegistry) -> None:

@@ -18,12 +18,16 @@ BUILT_IN = {
     "raise-attention-residual": "kimigraph.passes.raise_attention_residual:RaiseAttentionResidual",
     "raise-cache-writes": "kimigraph.passes.raise_cache_writes:RaiseCacheWrites",
     "raise-norms": "kimigraph.passes.raise_norms:RaiseNorms",
+    "raise-moe": "kimigraph.passes.raise_moe:RaiseMoe",
     "fuse-lightning-indexer": "kimigraph.passes.fuse_lightning_indexer:FuseLightningIndexer",
     "fuse-sparse-attention": "kimigraph.passes.fuse_sparse_attention:FuseSparseAttention",
     "fuse-indexer-attention": "kimigraph.passes.fuse_indexer_attention:FuseIndexerAttention",
+    "insert-quantization": "kimigraph.passes.insert_quantization:InsertQuantization",
     "merge-horizontal": "kimigraph.passes.merge_horizontal:MergeHorizontal",
     "fuse-pointwise": "kimigraph.passes.fuse_pointwise:FusePointwise",
     "merge-regions": "kimigraph.passes.merge_regions:MergeRegions",
+    "assign-streams": "kimigraph.passes.assign_streams:AssignStreams",
+    "verify-schedule": "kimigraph.passes.verify_schedule:VerifySchedule",
 }
 """The passes of the default pipeline, in the order in which it runs them, with where each is defined."""
 

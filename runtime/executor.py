@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,9 @@ from kimigraph.ir.program import InputSpec
 from kimigraph.runtime.prepared import PreparedWeight, PreparedWeights, prepare_in_place
 
 Step = Callable[..., tuple[torch.Tensor, ...]]
+Stepper = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 ALIGNMENT = 16
+_NO_GUARD: AbstractContextManager[None] = nullcontext()
 
 
 class InputMismatchError(UsageError, TypeError):
@@ -94,6 +97,8 @@ class Executor:
         self.device = device_of(self.manifest.target)
         self._on_gpu = self.device.type == "cuda"
         self.step: Step = load_program(directory).step
+        self.stepper: Stepper | None = None
+        """What takes the steps instead of ``step`` itself: graph mode (``runtime.graphs``)."""
         self._caller = tuple(spec for spec in self.manifest.inputs if not spec.bound)
         self.bound = self._bind(directory, tensors)
         """The bound tensors by outside name; the program updates those that the model keeps as state."""
@@ -191,12 +196,22 @@ class Executor:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One step."""
+        return self.run(self.arguments(tensors))
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """All arguments of the step for the caller's ``tensors``, which may be copied into the layout it wants."""
         if len(tensors) != len(self._caller):
             raise InputMismatchError(f"the program takes {len(self._caller)} tensors, {len(tensors)} were given")
         arguments, places = self.argument_template()
         for place, spec, tensor in zip(places, self._caller, tensors, strict=True):
             arguments[place] = self._fit(spec, tensor)
-        return self.run(arguments)
+        return arguments
+
+    def take_steps(self, stepper: Stepper) -> None:
+        """Let ``stepper`` take the steps from now on. UsageError where another does: they would share its memory."""
+        if self.stepper is not None:
+            raise UsageError("the program is in a graph mode already: bind the artifact once more for another")
+        self.stepper = stepper
 
     def run(self, arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """One step on all its arguments, which are what ``__call__`` would take."""
@@ -205,16 +220,19 @@ class Executor:
             self._versions = versions
             for weight in self._prepared:
                 weight.refresh()
-        if self._on_gpu and torch.cuda.current_device() != self.device.index:
-            with torch.cuda.device(self.device):
-                outputs = self.step(*arguments)
-        else:
-            outputs = self.step(*arguments)  # which takes no gradients, by itself
+        with self.guard():
+            outputs = self.step(*arguments) if self.stepper is None else self.stepper(arguments)
         if len(outputs) != len(self.manifest.outputs):
             raise CompileError(
                 f"the program returned {len(outputs)} tensors, its manifest lists {len(self.manifest.outputs)}"
             )
         return outputs
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Makes the program's device the current one, where another is."""
+        if self._on_gpu and torch.cuda.current_device() != self.device.index:
+            return torch.cuda.device(self.device)
+        return _NO_GUARD
 
 
 def _same_layout(tensor: torch.Tensor, spec: InputSpec) -> bool:

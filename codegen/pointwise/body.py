@@ -240,13 +240,17 @@ class Body:
             self._line(call("tl.debug_barrier"))  # other warps may have to read what is overwritten
         for store in stores:
             tensor = self.names.results[store.node] if store.buffer is None else self.names.buffers[store.buffer]
-            axes = {ELEMENT} if self.loops.columns is None else {ROW, COLUMN} & (axes_of(store.address) | {ROW})
+            axes = self._stored_axes(store)
             mask = self._guarded(axes, store.guard)
             tree = self._operand(store.value)
             if store.value.dtype is not torch.bool and store.value.op != "constant":
                 tree = method(tree, "to", name(f"{tensor}.dtype.element_ty"))
             options = {} if mask is None else {"mask": mask}
             self._line(call("tl.store", self._target(tensor, store, axes), tree, **options))
+
+    def _stored_axes(self, store: Store) -> set[str]:
+        """The axes of the tile that is stored."""
+        return {ELEMENT} if self.loops.columns is None else {ROW, COLUMN} & (axes_of(store.address) | {ROW})
 
     def _target(self, tensor: str, store: Store, axes: Iterable[str]) -> ast.expr:
         return self._pointer(tensor, store.address, axes)

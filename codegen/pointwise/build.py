@@ -12,6 +12,8 @@ from kimigraph.codegen.kernel import KernelLaunch, KernelModule
 from kimigraph.codegen.pointwise.body import Body
 from kimigraph.codegen.pointwise.expressions import HELPERS
 from kimigraph.codegen.pointwise.names import Names
+from kimigraph.codegen.pointwise.product_body import ProductBody
+from kimigraph.codegen.pointwise.product_tiles import ProductTiles, product_tiles_for
 from kimigraph.codegen.pointwise.tiles import Tiles, tiles_for
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.fake import describe
@@ -29,10 +31,11 @@ _TYPES = {
     torch.int64: "i64",
     torch.uint8: "u8",
 }
+AnyTiles = Tiles | ProductTiles
 _MATH = Path(__file__).parent.parent / "templates" / "pointwise_math.py"
 
 
-def build_region(child: GraphModule, tiles: Tiles | None = None) -> KernelModule:
+def build_region(child: GraphModule, tiles: AnyTiles | None = None) -> KernelModule:
     """The kernel of a region, from the graph module that it runs; ``launch`` takes its inputs and returns its results.
 
     Raises CompileError where the region is no single loop nest.
@@ -45,7 +48,10 @@ def build_region(child: GraphModule, tiles: Tiles | None = None) -> KernelModule
 
 
 def build_nodes(
-    members: Sequence[Node], results: Node | Sequence[Node], inputs: Sequence[Node | None], tiles: Tiles | None = None
+    members: Sequence[Node],
+    results: Node | Sequence[Node],
+    inputs: Sequence[Node | None],
+    tiles: AnyTiles | None = None,
 ) -> KernelModule:
     """The same from nodes of any graph: ``results`` is what ``launch`` returns, one or several.
 
@@ -61,7 +67,7 @@ def build_nodes(
         ) from reason
     if not loops.buffers:
         raise CompileError("a region without inputs has no device to run on; --disable-pass fuse-pointwise leaves it")
-    chosen = tiles or tiles_for(loops)
+    chosen = tiles or (product_tiles_for(loops) if loops.depths else tiles_for(loops))
     text = _text(loops, chosen, Names(loops, canonical=False), inputs, results)
     return KernelModule(
         text,
@@ -70,25 +76,31 @@ def build_nodes(
     )
 
 
-def _text(loops: Loops, tiles: Tiles, names: Names, inputs: Sequence[Node | None], results: Any) -> str:
+def _text(loops: Loops, tiles: AnyTiles, names: Names, inputs: Sequence[Node | None], results: Any) -> str:
     arguments: list[str] = []
     for node in inputs:  # what is not read is passed all the same, and so is None where an operator lacks an operand
         if node is not None and node in names.buffers:
             arguments.append(names.buffers[node])
         else:
             arguments.append(names.local("unused" if names.canonical or node is None else f"unused_{node.name}"))
-    body = Body(loops, tiles, names).statements()
-    constants = {"pointwise": _constants(loops, tiles), "options": _options(tiles)}
+    body = _body(loops, tiles, names)
+    constants = {"pointwise": tiles.constants(loops), "options": tiles.options()}
     helpers = _helpers(body)
     parts = [
         "import os\nfrom typing import Any\n\nimport torch\nimport triton\nimport triton.language as tl\n\n"
         'INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"\n'
         f"{_table(constants)}",
         *helpers,
-        "\n".join([*_signature(loops, names), *body]),
+        "\n".join([*_signature(loops, tiles, names), *body]),
         "\n".join(_launch(loops, tiles, names, arguments, results)),
     ]
     return "\n\n\n".join(parts) + "\n"
+
+
+def _body(loops: Loops, tiles: AnyTiles, names: Names) -> list[str]:
+    if isinstance(tiles, ProductTiles):
+        return ProductBody(loops, tiles, names).statements()
+    return Body(loops, tiles, names).statements()
 
 
 def _table(constants: dict[str, dict[str, Any]]) -> str:
@@ -103,7 +115,7 @@ def _helpers(body: Sequence[str]) -> list[str]:
     """The functions that the body calls, as the file of them has them."""
     source = _MATH.read_text(encoding="utf-8")
     lines, text = source.splitlines(), "\n".join(body)
-    wanted = ("round_to_bf16", *HELPERS.values())
+    wanted = ("round_to_bf16", "plus_product", *HELPERS.values())
     return [
         "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
         for node in ast.parse(source).body
@@ -114,26 +126,18 @@ def _helpers(body: Sequence[str]) -> list[str]:
 def _kernel_buffers(loops: Loops, names: Names) -> list[tuple[str, Node]]:
     """Parameters of the kernel: what it reads or writes of the inputs, then the new tensors."""
     given = [(names.buffers[node], node) for node in loops.buffers]
-    return given + [(names.results[s.node], s.node) for s in loops.stores if s.buffer is None]
+    return given + [(names.results[node], node) for node in loops.results]
 
 
-def _constants(loops: Loops, tiles: Tiles) -> dict[str, Any]:
-    if loops.columns is None:
-        return {"ELEMENTS": tiles.rows, "INTERPRET": False}
-    return {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "INTERPRET": False}
-
-
-def _options(tiles: Tiles) -> dict[str, Any]:
-    # Eager rounds a product before it is added to; contracting them would round once.
-    return {"num_warps": tiles.warps, "num_stages": 1, "enable_fp_fusion": False}
-
-
-def _signature(loops: Loops, names: Names) -> list[str]:
+def _signature(loops: Loops, tiles: AnyTiles, names: Names) -> list[str]:
     parameters = [f"    {name},  # {_described(node)}" for name, node in _kernel_buffers(loops, names)]
-    constants = [f"    {name}: tl.constexpr," for name in _constants(loops, Tiles(1, 1, 1))]
+    constants = [f"    {name}: tl.constexpr," for name in tiles.constants(loops)]
     shape = (
         f"{loops.rows:,} elements" if loops.columns is None else f"{loops.rows:,} rows of {loops.columns:,} elements"
     )
+    if loops.depths:
+        depths = " and ".join(f"{depth.extent:,}" for depth in loops.depths)
+        shape = f"{loops.rows:,} columns of products of {loops.lines} x {depths} elements"
     return ["@triton.jit", "def pointwise(", *parameters, *constants, "):", f'    """{shape}."""']
 
 
@@ -142,24 +146,22 @@ def _described(node: Node) -> str:
     return describe(value) + ("" if value.is_contiguous() else f", strides {tuple(value.stride())}")
 
 
-def _launch(loops: Loops, tiles: Tiles, names: Names, arguments: Sequence[str], results: Any) -> list[str]:
+def _launch(loops: Loops, tiles: AnyTiles, names: Names, arguments: Sequence[str], results: Any) -> list[str]:
     lines = [f"def launch({', '.join(arguments)}):"]
     if len(lines[0]) > 120:
         lines = ["def launch(", *(f"    {argument}," for argument in arguments), "):"]
     lines.append('    """The region\'s inputs in order -> its results; what it writes changes in place."""')
     device = next(iter(names.buffers.values()))
-    for store in loops.stores:
-        if store.buffer is None:
-            value = store.node.meta["val"]
-            shape, stride = tuple(value.shape), tuple(value.stride())
-            lines.append(
-                f"    {names.results[store.node]} = torch.empty_strided("
-                f"{shape}, {stride}, dtype={value.dtype}, device={device}.device)"
-            )
-    grid = -(-loops.rows // tiles.rows)
+    for node in loops.results:
+        value = node.meta["val"]
+        shape, stride = tuple(value.shape), tuple(value.stride())
+        lines.append(
+            f"    {names.results[node]} = torch.empty_strided("
+            f"{shape}, {stride}, dtype={value.dtype}, device={device}.device)"
+        )
     arguments = ", ".join(name for name, _ in _kernel_buffers(loops, names))
     lines += [
-        f"    pointwise[({grid},)](",
+        f"    pointwise[({tiles.programs(loops)},)](",
         f"        {arguments},",
         '        **{**CONSTANTS["pointwise"], "INTERPRET": INTERPRET}, **CONSTANTS["options"],',
         "    )  # fmt: skip",
@@ -175,7 +177,7 @@ def _returned(node: Node, names: Names) -> str:
     return names.buffers[written[0]] if written else names.results[node]
 
 
-def _launch_record(loops: Loops, tiles: Tiles) -> KernelLaunch:
+def _launch_record(loops: Loops, tiles: AnyTiles) -> KernelLaunch:
     names = Names(loops, canonical=False)
     types: dict[str, str] = {}
     divisible: list[str] = []
@@ -185,4 +187,4 @@ def _launch_record(loops: Loops, tiles: Tiles) -> KernelLaunch:
         fresh = node not in loops.buffers
         if fresh or int(value.storage_offset()) * value.element_size() % 16 == 0:
             divisible.append(name)
-    return KernelLaunch("pointwise", types, _constants(loops, tiles), tuple(divisible), _options(tiles))
+    return KernelLaunch("pointwise", types, tiles.constants(loops), tuple(divisible), tiles.options())

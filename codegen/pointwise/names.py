@@ -22,12 +22,12 @@ class Names:
     def __init__(self, loops: Loops, canonical: bool) -> None:
         self.canonical = canonical
         self.taken = set(RESERVED)
+        if loops.depths:
+            variables = [*loops.depths, *(section.row for section in loops.sections)]
+            self.taken |= {"line", "depth", "turn", "tile", "program", "plus_product", "later", "later_inside"}
+            self.taken |= {f"{variable.name}{end}" for variable in variables for end in ("", "_inside")}
         self.buffers = {node: self._new(_stem(node), "given") for node in loops.buffers}
-        self.results = {
-            store.node: self._new(f"{_stem(store.node)}_out", "result")
-            for store in loops.stores
-            if store.buffer is None
-        }
+        self.results = {node: self._new(f"{_stem(node)}_out", "result") for node in loops.results}
         self._values: dict[int, str] = {}
 
     def value(self, value: Value) -> str:

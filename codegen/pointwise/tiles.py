@@ -1,6 +1,7 @@
 """How much of a region one program computes, and by how many warps."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from kimigraph.ir.pointwise import Loops
 
@@ -28,6 +29,20 @@ class Tiles:
     columns: int
     warps: int
     held: bool = True
+
+    def constants(self, loops: Loops) -> dict[str, Any]:
+        """The constants of the kernel."""
+        sizes = {"ELEMENTS": self.rows} if loops.columns is None else {"ROWS": self.rows, "COLUMNS": self.columns}
+        return {**sizes, "INTERPRET": False}
+
+    def options(self) -> dict[str, Any]:
+        """What Triton is told."""
+        # Eager rounds a product before it is added to; contracting them would round once.
+        return {"num_warps": self.warps, "num_stages": 1, "enable_fp_fusion": False}
+
+    def programs(self, loops: Loops) -> int:
+        """How many programs run."""
+        return -(-loops.rows // self.rows)
 
 
 def tiles_for(loops: Loops) -> Tiles:

@@ -39,7 +39,11 @@ def build_index_key(request: KernelRequest) -> KernelModule:
         "INTERPRET": False,
     }
     # Fused multiply-adds would round otherwise than the reference does.
-    options = {"num_warps": 1 if width <= 256 else 4, "num_stages": 1, "enable_fp_fusion": False}
+    options = {
+        "num_warps": 1 if width <= 256 and not constants["ROTATE"] else 4,
+        "num_stages": 1,
+        "enable_fp_fusion": False,
+    }
     operands: dict[str, TensorSpec | str | None] = {
         "keys": keys,
         "values": values,
@@ -113,14 +117,18 @@ def places(cache: TensorSpec, table: TensorSpec | None) -> dict[str, int]:
 def planes(request: KernelRequest, keys: TensorSpec) -> dict[str, Any]:
     """Rows of a plane of quantised keys (0 for plain ones), and whether scales are powers of two."""
     if keys.dtype != "uint8":
-        return {"PLANE": 0, "POWER2": False}
+        return {"PLANE": 0, "POWER2": False, "GROUP": 0, "ROTATE": False}
     form = parse_descriptor(request.attributes["descriptor"])
     assert isinstance(form, IndexKeyDescriptor)
     if tuple(keys.stride) != (keys.shape[1] * keys.shape[2], keys.shape[2], 1):
         raise refuse(request, "pages of bytes are not contiguous", "pass the cache itself, not a view of it")
-    if form.width % 4:
+    if form.group is None and form.width % 4:
         raise refuse(request, "scales do not stand at multiples of 4 bytes", "use keys of a multiple of 4 bytes")
-    return {"PLANE": keys.shape[1], "POWER2": form.scales == "power2"}
+    group = 0 if form.group is None else min(form.group, padded(form.width))
+    if group & (group - 1):
+        raise refuse(request, f"groups of {group} are no power of two", "choose another group in the policy")
+    turned = form.rotation is not None
+    return {"PLANE": keys.shape[1], "POWER2": form.scales == "power2", "GROUP": group, "ROTATE": turned}
 
 
 def refuse_wide(request: KernelRequest, width: int) -> None:

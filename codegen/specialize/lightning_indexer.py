@@ -15,6 +15,7 @@ from kimigraph.codegen.specialize import (
     lightning_indexer_split,
 )
 from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, expanded, needed, padded, refuse, render
+from kimigraph.ir.descriptors import IndexKeyDescriptor, parse_descriptor
 
 TILE = (128, 64, 256)  # keys, heads and channels of one product
 TILE_FP32 = (64, 64, 32)
@@ -29,7 +30,7 @@ FORMS = {
     "running": lightning_indexer_prefill,
 }
 # What is chosen unasked, first come first served: forms whose present text has passed tests/gpu (decision 0007).
-PROVEN = ("one launch",)
+PROVEN = ("two launches", "one launch", "slabs", "running")
 
 
 def build(
@@ -59,6 +60,13 @@ def build(
     return build_plain(request, select_block, most_codes)
 
 
+def key_group(request: KernelRequest) -> int:
+    """Elements of a group of quantised keys that share a scale; 0 where a key has one, or none."""
+    text = str(request.attributes.get("descriptor", ""))
+    form = parse_descriptor(text) if text and needed(request, "keys").dtype == "uint8" else None
+    return form.group or 0 if isinstance(form, IndexKeyDescriptor) else 0
+
+
 def build_plain(request: KernelRequest, select_block: int, most_codes: int) -> KernelModule:
     """Scores in one launch, the selection in another; over and over where a sequence has many rows."""
     q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
@@ -72,6 +80,7 @@ def build_plain(request: KernelRequest, select_block: int, most_codes: int) -> K
         raise refuse(request, "keys are e4m3 without scales", "keep them as bytes under a quantised descriptor")
     if keys.dtype == "uint8" and tuple(keys.stride) != (keys.shape[1] * keys.shape[2], keys.shape[2], 1):
         raise refuse(request, "pages of bytes are not contiguous", "pass the cache itself, not a view of it")
+    group, q_scales = key_group(request), request.tensors.get("q_scales")
     # What is not bf16 after decoding is brought to fp32.
     mixed = len({"bfloat16" if spec.dtype in bytes_of else spec.dtype for spec in (q, keys)}) > 1
     if q.dtype == "float8_e4m3fn":
@@ -110,6 +119,8 @@ def build_plain(request: KernelRequest, select_block: int, most_codes: int) -> K
         "BLOCK_D": block_d,
         "UPCAST": mixed,
         "PLANE": keys.shape[1] if keys.dtype == "uint8" else 0,
+        "GROUP": group,
+        "Q_SCALE_STRIDE": (0, 0, 0, 0) if q_scales is None else q_scales.stride,
     }
     select: dict[str, Any] = {
         "S": tokens,
@@ -146,6 +157,7 @@ def build_plain(request: KernelRequest, select_block: int, most_codes: int) -> K
                 "lengths": lengths,
                 "mask": mask,
                 "block_table": table,
+                "q_scales": q_scales,
                 "codes": "int32",
             },
             score,

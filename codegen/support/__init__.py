@@ -5,10 +5,15 @@ from pathlib import Path
 from kimigraph.ir import preparation, seeded, tensor_file
 
 
-def support_files(ahead_of_time: bool = False) -> dict[str, str]:
-    """Text of the files under ``support/`` of an artifact, by path; what launches cubins where it holds some."""
+def support_files(ahead_of_time: bool = False, streams: int = 1) -> dict[str, str]:
+    """Text of the files under ``support/`` of an artifact, by path.
+
+    What launches cubins is there where it holds some, what forks and joins where its program has several streams.
+    """
     sources = [Path(__file__).with_name("run_step.py")]
     sources += [Path(str(module.__file__)) for module in (seeded, tensor_file, preparation)]
     if ahead_of_time:
         sources += [Path(__file__).with_name(name) for name in ("cubins.py", "cuda_driver.py")]
+    if streams > 1:
+        sources.append(Path(__file__).with_name("streams.py"))
     return {f"support/{source.name}": source.read_text(encoding="utf-8") for source in sources}

@@ -18,7 +18,7 @@ def e4m3_bits(value, INTERPRET: tl.constexpr):
         normal = (fields >> 20).to(tl.int32) - (120 << 3)
         small = (rounded * 512.0).to(tl.int32)
         code = tl.where(rounded < 0.015625, small, normal)
-        code = tl.where(value != value, 0x7F, code) | ((bits >> 24) & 0x80).to(tl.int32)
+        code = tl.where(value != value, 0x7F, code | ((bits >> 24) & 0x80).to(tl.int32))
         result = code.to(tl.uint8)
     else:
         result = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -34,7 +34,7 @@ def tile_scale(largest, POWER2: tl.constexpr):
         bits = scale.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
         scale = tl.where(tl.abs(scale) < float("inf"), rounded, scale)
-    return scale
+    return tl.where(scale != scale, float("nan"), scale)
 
 
 @triton.jit
@@ -83,3 +83,42 @@ def turned(
     s = tl.load(sin + angle * SIN_STRIDE, mask=turns, other=0.0).to(tl.float32)
     across = partner * s
     return tl.where(turns, value * c + tl.where(first, -across, across), value)
+
+
+@triton.jit
+def e8m0_scale(value, axis: tl.constexpr, CEIL: tl.constexpr):
+    """The bytes of the powers of two for groups along an axis, from the bits of their largest magnitudes."""
+    largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
+    scale = (largest >> 23) - 8
+    if CEIL:
+        # 448 is 1.75 * 2 ** 8, and the mantissa bits of 1.75 are 0x600000.
+        scale += ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+        scale = tl.where(largest == 0x7F800000, 254, scale)
+    scale = tl.minimum(tl.maximum(scale, 0), 254)
+    return tl.where(largest > 0x7F800000, 255, scale)
+
+
+@triton.jit
+def largest_bits(value, axis: tl.constexpr):
+    """The largest magnitude along an axis, NaN where there is one, by one maximum: bits order as magnitudes do."""
+    return tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def saturated(value):
+    """Within the range of e4m3; NaN stays."""
+    return tl.where(value != value, value, tl.minimum(tl.maximum(value, -448.0), 448.0))
+
+
+@triton.jit
+def hadamard_turned(row, D: tl.constexpr):
+    """fp32 [D] times the Hadamard matrix over sqrt(D), D a power of two: fp64 sums, rounded once."""
+    line = tl.arange(0, D)
+    common = line[:, None] & line[None, :]
+    common ^= common >> 8
+    common ^= common >> 4
+    common ^= common >> 2
+    common ^= common >> 1
+    wide = row.to(tl.float64)[:, None]
+    SCALE: tl.constexpr = D**-0.5
+    return (tl.sum(tl.where((common & 1) == 0, wide, -wide), 0) * SCALE).to(tl.float32)

@@ -10,13 +10,17 @@ from triton import knobs
 
 from kimigraph.codegen.templates.cache_bytes import (
     e4m3_bits,
+    e8m0_scale,
+    hadamard_turned,
     largest_magnitude,
     partner_column,
+    saturated,
     source_column,
     tile_scale,
     turned,
 )
 from kimigraph.codegen.templates.cache_rows import row_offsets
+from kimigraph.codegen.templates.fp8_bytes import e8m0_value
 from kimigraph.codegen.templates.rounding import narrow
 
 INTERPRET = knobs.runtime.interpret
@@ -40,7 +44,7 @@ def write_key(
     S: tl.constexpr, D: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr, STYLE: tl.constexpr,
     NORM_EPS: tl.constexpr, KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr, POSITION_STRIDE: tl.constexpr,
     COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr, TABLE_STRIDE: tl.constexpr, PLANE: tl.constexpr,
-    POWER2: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRET: tl.constexpr,
+    POWER2: tl.constexpr, GROUP: tl.constexpr, ROTATE: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One key. A position below 0, beyond the cache or on an unmapped page writes nothing."""
     sequence = (tl.program_id(0) // S).to(tl.int64)
@@ -74,9 +78,24 @@ def write_key(
         )
     if PLANE > 0:
         prepared = tl.where(inside, prepared, 0.0)
+        if ROTATE:
+            prepared = hadamard_turned(prepared, D)
+    if GROUP > 0:
+        GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
+        LINES: tl.constexpr = BLOCK_D // GROUP
+        group = tl.arange(0, LINES)
+        grouped = tl.reshape(prepared, [LINES, GROUP])
+        power = e8m0_scale(grouped, 1, True)
+        inverse = e8m0_value(tl.where(power == 255, 255, 254 - power))
+        code = e4m3_bits(saturated(grouped * inverse[:, None]), INTERPRET)
+        within = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        plane = keys + page * (PLANE * (D + GROUPS))
+        tl.store(plane + slot * D + within, code, mask=(within < D) & exists)
+        scales = plane + PLANE * D + slot * GROUPS
+        tl.store(scales + group, power.to(tl.uint8), mask=(group < GROUPS) & exists)
+    elif PLANE > 0:
         factor = tile_scale(largest_magnitude(prepared, 0), POWER2)
-        scaled = tl.div_rn(prepared, factor)
-        scaled = tl.where(scaled != scaled, scaled, tl.minimum(tl.maximum(scaled, -448.0), 448.0))
+        scaled = saturated(tl.div_rn(prepared, factor))
         plane = keys + page * (PLANE * (D + 4))
         tl.store(plane + slot * D + column, e4m3_bits(scaled, INTERPRET), mask=inside & exists)
         scales = (plane + PLANE * D).to(tl.pointer_type(tl.float32))

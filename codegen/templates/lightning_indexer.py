@@ -15,7 +15,7 @@ import triton.language as tl
 from triton import knobs
 
 from kimigraph.codegen.templates.cache_rows import listed_id
-from kimigraph.codegen.templates.fp8_bytes import e4m3_value
+from kimigraph.codegen.templates.fp8_bytes import e4m3_value, e8m0_value
 from kimigraph.codegen.templates.order_code import order_code
 
 INTERPRET = knobs.runtime.interpret
@@ -69,6 +69,37 @@ def load_channels(
 
 
 @triton.jit
+def load_groups(
+    row,
+    scale_row,
+    inside,
+    channel: tl.constexpr,
+    axis: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """As ``load_channels`` for e4m3 in groups: times their powers of two, which bf16 holds as exactly as fp32."""
+    kind = tl.float32 if UPCAST else tl.bfloat16
+    if axis == 1 and BLOCK_D % GROUP == 0 and (GROUP & (GROUP - 1)) == 0:
+        # A scale is loaded once for its group: [rows, groups, elements], flattened afterwards.
+        group = channel // GROUP + tl.arange(0, BLOCK_D // GROUP)[None, :, None]
+        column = group * GROUP + tl.arange(0, GROUP)[None, None, :]
+        there = tl.expand_dims(inside, 2)
+        bits = tl.load(tl.expand_dims(row, 2) + column, mask=there & (column < D), other=0)
+        power = tl.load(tl.expand_dims(scale_row, 2) + group, mask=there & (group * GROUP < D), other=127)
+        tile = (e4m3_value(bits) * e8m0_value(power)).to(kind)
+        tile = tl.reshape(tile, [row.shape[0], BLOCK_D])
+    else:
+        column = tl.expand_dims(channel + tl.arange(0, BLOCK_D), 1 - axis)
+        bits = tl.load(row + column, mask=inside & (column < D), other=0)
+        power = tl.load(scale_row + column // GROUP, mask=inside & (column < D), other=127)
+        tile = (e4m3_value(bits) * e8m0_value(power)).to(kind)
+    return tile
+
+
+@triton.jit
 def score_keys(
     q,
     keys,
@@ -76,6 +107,7 @@ def score_keys(
     lengths,
     mask,
     block_table,
+    q_scales,
     codes,
     S: tl.constexpr,
     H: tl.constexpr,
@@ -95,6 +127,8 @@ def score_keys(
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
     PLANE: tl.constexpr,
+    GROUP: tl.constexpr,
+    Q_SCALE_STRIDE: tl.constexpr,
 ):
     """One block of keys of one sequence against BLOCK_S query rows: the keys are read once, heads sum inside a row."""
     first = tl.program_id(0) * BLOCK_T
@@ -107,14 +141,24 @@ def score_keys(
     position = first + tl.arange(0, BLOCK_T)
     offset, exists = key_offsets(block_table, sequence, position, position < reach, KEY_STRIDE, TABLE_STRIDE, PAGE)
     key_row = keys + offset[:, None]
-    if PLANE > 0:
+    scale_bytes = key_row
+    if GROUP > 0:
+        # Planes of PLANE keys and of the scales of their groups, in one page.
+        GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
+        page, slot = offset // (PLANE * (D + GROUPS)), offset % (PLANE * (D + GROUPS)) // (D + GROUPS)
+        key_row = keys + (page * (PLANE * (D + GROUPS)) + slot * D)[:, None]
+        scale_bytes = keys + (page * (PLANE * (D + GROUPS)) + PLANE * D + slot * GROUPS)[:, None]
+    elif PLANE > 0:
         # Planes of PLANE keys and of their scales, in one page.
         page, slot = offset // (PLANE * (D + 4)), offset % (PLANE * (D + 4)) // (D + 4)
         key_row = keys + (page * (PLANE * (D + 4)) + slot * D)[:, None]
         scale_row = keys.to(tl.pointer_type(tl.float32)) + page * (PLANE * (D // 4 + 1)) + PLANE * (D // 4) + slot
         key_scale = tl.load(scale_row, mask=exists, other=0.0)
     if D <= BLOCK_D:
-        tile = load_channels(key_row, exists[:, None], 0, 1, D, KEY_STRIDE[2], BLOCK_D, UPCAST)
+        if GROUP > 0:
+            tile = load_groups(key_row, scale_bytes, exists[:, None], 0, 1, D, GROUP, BLOCK_D, UPCAST)
+        else:
+            tile = load_channels(key_row, exists[:, None], 0, 1, D, KEY_STRIDE[2], BLOCK_D, UPCAST)
     for step in range(0, last_token - first_token + 1):
         token = first_token + step
         score = tl.zeros([BLOCK_T], tl.float32)
@@ -126,8 +170,16 @@ def score_keys(
             dots = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
             for channel in tl.static_range(0, D, BLOCK_D):
                 if D > BLOCK_D:
-                    tile = load_channels(key_row, exists[:, None], channel, 1, D, KEY_STRIDE[2], BLOCK_D, UPCAST)
-                query = load_channels(q_row, (head < H)[None, :], channel, 0, D, Q_STRIDE[3], BLOCK_D, UPCAST)
+                    if GROUP > 0:
+                        tile = load_groups(key_row, scale_bytes, exists[:, None], channel, 1, D, GROUP, BLOCK_D, UPCAST)
+                    else:
+                        tile = load_channels(key_row, exists[:, None], channel, 1, D, KEY_STRIDE[2], BLOCK_D, UPCAST)
+                if q_scales is not None:
+                    powers = q_scales + sequence * Q_SCALE_STRIDE[0] + token.to(tl.int64) * Q_SCALE_STRIDE[1]
+                    powers += head[None, :] * Q_SCALE_STRIDE[2]
+                    query = load_groups(q_row, powers, (head < H)[None, :], channel, 0, D, GROUP, BLOCK_D, UPCAST)
+                else:
+                    query = load_channels(q_row, (head < H)[None, :], channel, 0, D, Q_STRIDE[3], BLOCK_D, UPCAST)
                 dots = tl.dot(tile, query, dots, input_precision="ieee")
             # Not a maximum: a NaN must reach the sum.
             weighted = tl.where(dots < 0.0, 0.0, dots) * weight[None, :]
@@ -135,7 +187,7 @@ def score_keys(
                 # A key with an infinity makes NaN in the padding heads.
                 weighted = tl.where((head < H)[None, :], weighted, 0.0)
             score += tl.sum(weighted, 1)
-        if PLANE > 0:
+        if PLANE > 0 and GROUP == 0:
             score *= key_scale
         visible = exists & (position < visible_limit(lengths, sequence, token, LENGTH_STRIDE, T))
         if mask is not None:
@@ -222,7 +274,7 @@ def select_row(
         tl.store(out + slot, tl.full([BLOCK], -1, tl.int32), mask=(slot >= listed) & (slot < K))
 
 
-def launch(q, keys, weights, lengths=None, mask=None, block_table=None):
+def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales=None):
     """The operator's tensors in schema order -> int32 [B, S, k]; so many rows of each sequence at a time as S says."""
     picked = torch.empty(CONSTANTS["picked"], dtype=torch.int32, device=q.device)
     codes = torch.empty(CONSTANTS["codes"], dtype=torch.int32, device=q.device)
@@ -230,25 +282,26 @@ def launch(q, keys, weights, lengths=None, mask=None, block_table=None):
         q = q.view(torch.uint8)
     tokens, each = q.shape[1], CONSTANTS["score_keys"]["S"]
     if tokens == each:
-        score_and_select(q, keys, weights, lengths, mask, block_table, codes, picked)
+        score_and_select(q, keys, weights, lengths, mask, block_table, q_scales, codes, picked)
         return picked
     part = torch.empty_like(picked[:, :each], memory_format=torch.contiguous_format)
     for start in (*range(0, tokens - each, each), tokens - each):
         rows = slice(start, start + each)
         seen = None if lengths is None else lengths + start
         masked = mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., rows, :]
-        score_and_select(q[:, rows], keys, weights[:, rows], seen, masked, block_table, codes, part)
+        scales = None if q_scales is None else q_scales[:, rows]
+        score_and_select(q[:, rows], keys, weights[:, rows], seen, masked, block_table, scales, codes, part)
         picked[:, rows] = part
     return picked
 
 
-def score_and_select(q, keys, weights, lengths, mask, block_table, codes, picked):
+def score_and_select(q, keys, weights, lengths, mask, block_table, q_scales, codes, picked):
     """Both launches for some rows of all sequences."""
     score, select = CONSTANTS["score_keys"], CONSTANTS["select_row"]
     if INTERPRET:
         # The interpreter's products of 16-bit floats are wrong (bf16) or rounded (fp16).
         score = {**score, "UPCAST": True}
     score_keys[CONSTANTS["score_grid"]](
-        q, keys, weights, lengths, mask, block_table, codes, **score, **CONSTANTS["score_options"]
+        q, keys, weights, lengths, mask, block_table, q_scales, codes, **score, **CONSTANTS["score_options"]
     )
     select_row[CONSTANTS["select_grid"]](codes, lengths, block_table, picked, **select, **CONSTANTS["select_options"])

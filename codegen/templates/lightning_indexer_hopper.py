@@ -260,7 +260,7 @@ def states(device):
     return {}
 
 
-def launch(q, keys, weights, lengths=None, mask=None, block_table=None):
+def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales=None):
     """The operator's tensors in schema order -> int32 [B, S, k]."""
     del mask
     scratch = {"dtype": torch.int32, "device": q.device}

@@ -17,7 +17,7 @@ from kimigraph.codegen.templates.indexer_selection import select_codes
 CONSTANTS: dict[str, Any] = {}
 
 
-def launch(q, keys, weights, lengths=None, mask=None, block_table=None):
+def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales=None):
     """The operator's tensors in schema order -> int32 [B, S, k]."""
     del mask
     shapes = [CONSTANTS[name] for name in ("codes", "peaks", "state", "candidates", "kept", "picked")]

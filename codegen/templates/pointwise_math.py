@@ -40,3 +40,13 @@ def log_one_plus(x):
     total = 1.0 + x
     corrected = tl.log(total) * (x / (total - 1.0))
     return tl.where(total == 1.0, x, tl.where(total == float("inf"), total, corrected))
+
+
+@triton.jit
+def plus_product(left, right, total, INTERPRET: tl.constexpr):
+    """total + left @ right, in fp32; the interpreter multiplies the bits of bf16 numbers, so it gets wider ones."""
+    if INTERPRET:
+        total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
+    else:
+        total = tl.dot(left, right, total)
+    return total

@@ -2,9 +2,9 @@
 # Reason: the cache classes of transformers carry no usable types.
 """The static caches of transformers as a flat dict of tensors, and back inside ``forward``.
 
-``StaticIndexedLayer`` keeps the latent as ``keys`` [B, 1, T, L], the rope part as ``values`` [B, 1, T, R], the index
-keys as ``indexer_keys`` [B, T, D] and two counters; ``LinearAttentionLayer`` the last raw inputs of the convolution and
-the delta-rule state. Their flat names are ``cache.<layer>.*`` and ``state.<layer>.*``.
+``StaticLayer`` keeps the latent as ``keys`` [B, 1, T, L], the rope part as ``values`` [B, 1, T, R], with a counter;
+``StaticIndexedLayer`` the index keys as ``indexer_keys`` [B, T, D], with another; ``LinearAttentionLayer`` the last raw
+inputs of the convolution and the delta-rule state. Flat names are ``cache.<layer>.*`` and ``state.<layer>.*``.
 """
 
 import copy
@@ -38,11 +38,11 @@ def static_cache(config: Any, batch: int, context: int, dtype: torch.dtype, has_
     ``has_state``: the linear attention layers continue a sequence (a decode step) instead of starting one.
     """
     from transformers import StaticCache
-    from transformers.cache_utils import LinearAttentionLayer, StaticIndexedLayer
+    from transformers.cache_utils import LinearAttentionLayer, StaticLayer
 
     cache = StaticCache(config=config, max_cache_len=context)
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, StaticIndexedLayer):
+        if isinstance(layer, StaticLayer):
             _initialise_attention(layer, config, index, batch, dtype)
         elif isinstance(layer, LinearAttentionLayer):
             _initialise_linear(layer, config, batch, dtype, has_state)
@@ -51,12 +51,19 @@ def static_cache(config: Any, batch: int, context: int, dtype: torch.dtype, has_
     return cache
 
 
+def _shares_picks(config: Any, index: int) -> bool:
+    """Whether the layer reuses the picks of an earlier one, so that it has no index keys."""
+    return bool(getattr(config, "indexer_types", None)) and config.indexer_types[index] == "shared"
+
+
 def _initialise_attention(layer: Any, config: Any, index: int, batch: int, dtype: torch.dtype) -> None:
+    from transformers.cache_utils import StaticIndexedLayer
+
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     layer.lazy_initialization(empty(batch, 1, 0, config.kv_lora_rank), empty(batch, 1, 0, config.qk_rope_head_dim))
-    if getattr(config, "indexer_types", None) and config.indexer_types[index] == "shared":
+    if not isinstance(layer, StaticIndexedLayer) or _shares_picks(config, index):
         return
     pooled = hasattr(config, "index_kpool")
     width = 2 * config.index_head_dim + 1 if pooled else config.index_head_dim

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kimigraph.adapters.transformers_cache import CacheBuilder, CacheTensor, cache_tensors, static_cache
 from kimigraph.ir.errors import UsageError
 
-MODEL_TYPES = ("deepseek_v32", "glm5_next", "glm5_next_text")
+MODEL_TYPES = ("deepseek_v32", "glm5_next", "glm5_next_text", "glm_moe_dsa", "kimi_linear")
 """Model types of transformers that capture knows."""
 
 PREFIX = "model."
@@ -132,11 +132,18 @@ def _without_vision(shell: Any) -> nn.Module:
     return shell
 
 
-def _model_class(config: Any) -> Any:
-    if config.model_type == "deepseek_v32":
-        from transformers import DeepseekV32ForCausalLM
+_CAUSAL = {
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
+}
 
-        return DeepseekV32ForCausalLM
+
+def _model_class(config: Any) -> Any:
+    if config.model_type in _CAUSAL:
+        import transformers
+
+        return getattr(transformers, _CAUSAL[config.model_type])
     from transformers.models.glm5_next import modeling_glm5_next as glm
 
     return glm.Glm5NextTextModel if config.model_type == "glm5_next_text" else glm.Glm5NextForConditionalGeneration

@@ -16,6 +16,9 @@ EDGE = 8192
 SMALL = 4096
 """Elements of the kernel whose latency is taken: one block, in the cache."""
 
+CHAIN = 4
+"""Small kernels on each of the two branches between which the cost of a fork and a join is taken."""
+
 
 def measure(notify: Callable[[str], None]) -> Device:
     """The device file's figures of the current CUDA device; UsageError where there is none."""
@@ -37,6 +40,7 @@ def measure(notify: Callable[[str], None]) -> Device:
         vector_flops_per_second=_vector_rate(),
         launch_seconds=launch,
         latency_seconds=max(small - launch, 0.0),
+        event_seconds=_event_seconds(small),
         units=properties.multi_processor_count,
         cache_bytes=properties.L2_cache_size,
         sources={
@@ -45,6 +49,7 @@ def measure(notify: Callable[[str], None]) -> Device:
             "vector_flops_per_second": "measured: a polynomial of high degree over 32-bit elements",
             "launch_seconds": "measured: an empty kernel node of a CUDA graph",
             "latency_seconds": f"measured: a kernel on {SMALL} elements that waits for another, less launch_seconds",
+            "event_seconds": f"measured: {CHAIN} small kernels on each of two branches of a graph, less one branch alone",
             "measured": f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}",
         },
     )
@@ -52,6 +57,28 @@ def measure(notify: Callable[[str], None]) -> Device:
 
 def _seconds(call: Callable[[], object], at_least: int) -> float:
     return _rounded(time_in_graph([call], at_least=at_least).median * 1e-6)
+
+
+def _event_seconds(small: float) -> float:
+    """Half of what a fork and a join add to a branch of ``CHAIN`` kernels between two others of ``small`` seconds."""
+    tiles = [torch.ones(SMALL, device="cuda") for _ in range(3)]
+    side = torch.cuda.Stream()
+
+    def step(number: int) -> None:
+        torch.neg(tiles[number], out=tiles[number])
+
+    def forked() -> None:
+        step(0)
+        side.wait_stream(torch.cuda.current_stream())
+        for _ in range(CHAIN):
+            step(1)
+        with torch.cuda.stream(side):
+            for _ in range(CHAIN):
+                step(2)
+        torch.cuda.current_stream().wait_stream(side)
+        step(0)
+
+    return _rounded(max(_seconds(forked, 50) - (CHAIN + 2) * small, 0.0) / 2)
 
 
 def _copy_rate() -> float:

@@ -33,6 +33,7 @@ def kimi_source(
         phase=config.phase,
         load=partial(_load, directory, model_config, weight_seed, StepExample(shape, inputs, config.seed)),
         shape=shape,
+        inputs=inputs,
         hints=CaptureHints({item.name: item.hint for item in inputs}, ("logits",)),
         document={**document, "overrides": [list(pair) for pair in overrides], "dtype": model_config.dtype},
         random_weights=weight_seed is not None,

@@ -10,31 +10,36 @@ from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
 from kimigraph.weights import weight_files
 
-MODEL_TYPES = ("kimi_k31", "deepseek_v32", "glm5_next", "glm5_next_text")
+MODEL_TYPES = ("kimi_k31", "kimi_linear", "deepseek_v32", "glm_moe_dsa", "glm5_next", "glm5_next_text")
 """Model types of ``config.json`` that capture knows."""
 
 
-def load_source(source: str, config: CompileConfig) -> ModelSource:
+def load_source(source: str, config: CompileConfig, rows: bool = False) -> ModelSource:
     """Resolve SOURCE: a directory with ``config.json`` (and ``*.safetensors``), or ``package.module:function``.
+
+    ``rows`` asks for a step as generation takes it, ``step(input_ids [B, S], lengths [B], cache) -> logits``, over rows
+    of their own length that continue; only directories have one.
 
     Builds nothing large: weights are made or read when the model is first needed. Raises UsageError, one paragraph that
     names the thing and the remedy, for a source that cannot be.
     """
     path = Path(source)
     if path.is_dir():
-        return _directory_source(path, config)
+        return _directory_source(path, config, rows)
     if path.suffix in (".pt2", ".onnx"):
         raise UsageError(f"{source}: sources of kind {path.suffix} are not supported yet; give the model's directory")
     if path.exists():
         raise UsageError(f"{source} is a file: give the directory that holds config.json, or package.module:function")
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source):
+        if rows:
+            raise UsageError(f"{source} is a function: generation takes the directory of a model, with its config.json")
         return function_source(source, config)
     raise UsageError(
         f"{source} does not exist: give a directory with config.json and *.safetensors, or package.module:function"
     )
 
 
-def _directory_source(directory: Path, config: CompileConfig) -> ModelSource:
+def _directory_source(directory: Path, config: CompileConfig, rows: bool) -> ModelSource:
     document = read_config(directory)
     kind = document["model_type"]
     if kind not in MODEL_TYPES:
@@ -49,7 +54,7 @@ def _directory_source(directory: Path, config: CompileConfig) -> ModelSource:
         return kimi_source(directory, document, config, seed)
     from kimigraph.capture.transformers_source import transformers_source
 
-    return transformers_source(directory, document, config, seed)
+    return transformers_source(directory, document, config, seed, rows=rows)
 
 
 def _weight_seed(document: dict[str, Any], config: CompileConfig, directory: Path) -> int | None:

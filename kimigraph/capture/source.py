@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from kimigraph.capture.example import StepInput
 from kimigraph.capture.hints import CaptureHints
 from kimigraph.capture.identity import call_digest, module_identity
 from kimigraph.capture.shape import StepShape
@@ -33,8 +34,8 @@ class ModelSource:
 
     ``load(device)`` builds the model (on ``meta``: without weights; ``unfilled``: on the CPU, but nobody gives the
     weights their values, so that they take no time and no memory). ``shape`` is None where the source itself gives
-    the example inputs. ``document`` is the configuration as used, overrides included. ``weight_seed`` is the seed of
-    random weights.
+    the example inputs, else ``inputs`` says what they look like. ``document`` is the configuration as used, overrides
+    included. ``weight_seed`` is the seed of random weights.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ModelSource:
     phase: str
     load: Callable[[str], Loaded]
     shape: StepShape | None = None
+    inputs: tuple[StepInput, ...] = ()
     hints: CaptureHints = field(default_factory=CaptureHints)
     document: dict[str, Any] = field(default_factory=lambda: {})
     random_weights: bool = False

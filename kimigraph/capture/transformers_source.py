@@ -12,11 +12,13 @@ from kimigraph.adapters.transformers_cache import CacheTensor
 from kimigraph.capture.example import StepExample, StepInput
 from kimigraph.capture.hints import CaptureHints, InputHint
 from kimigraph.capture.overrides import apply_overrides
+from kimigraph.capture.rows import RowsStep, row_tensors
 from kimigraph.capture.shape import StepShape, step_shape
 from kimigraph.capture.source import Loaded, ModelSource
 from kimigraph.capture.weights import dtype_name, dtype_named, seed_weights
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.descriptors import ConvDescriptor, IndexKeyDescriptor, LatentDescriptor, StateDescriptor
+from kimigraph.ir.errors import UsageError
 from kimigraph.weights import layout_of, load_module
 
 
@@ -26,8 +28,12 @@ def transformers_source(
     config: CompileConfig,
     weight_seed: int | None,
     implementations: adapter.Implementations | None = None,
+    rows: bool = False,
 ) -> ModelSource:
-    """The source of a transformers model. ``weight_seed`` seeds its weights; None reads them from ``directory``."""
+    """The source of a transformers model. ``weight_seed`` seeds its weights; None reads them from ``directory``.
+
+    ``rows``: a step over rows of their own length (``kimigraph.capture.rows``), not over a static cache.
+    """
     adapter.require_transformers(document["model_type"])
     known = adapter.known_fields(document["model_type"])
     document = apply_overrides(document, config.overrides, known, "text_config")
@@ -36,7 +42,11 @@ def transformers_source(
     text = adapter.text_config(model_config)
     shape = step_shape(config, text.max_position_embeddings)
     dtype = dtype_named(config.dtype or dtype_name(model_config.dtype or text.dtype or torch.float32))
-    inputs = _inputs(text, shape, adapter.new_cache(text, shape.batch, shape.context, dtype, False)[1])
+    tensors = adapter.new_cache(text, shape.batch, shape.context, dtype, False)[1]
+    if rows:
+        tensors = row_tensors(tensors)
+        _check_rows(model_config, shape, tensors)
+    inputs = _inputs(text, shape, tensors, rows)
     hints = CaptureHints(
         inputs={item.name: item.hint for item in inputs},
         outputs=("logits" if adapter.has_head(model_config) else "hidden_states",),
@@ -47,18 +57,35 @@ def transformers_source(
         name=directory.resolve().name,
         model_type=document["model_type"],
         phase=config.phase,
-        load=partial(_load, directory, model_config, dtype, weight_seed, example),
+        load=partial(_load, directory, model_config, dtype, weight_seed, example, rows),
         shape=shape,
+        inputs=inputs,
         hints=hints,
-        document={**document, "dtype": dtype_name(dtype)},
+        document={**document, "dtype": dtype_name(dtype), **({"rows": True} if rows else {})},
         random_weights=weight_seed is not None,
         weight_seed=weight_seed,
-        notes=shape.notes(text.index_topk),
+        notes=shape.notes(getattr(text, "index_topk", 0)),
     )
 
 
+def _check_rows(model_config: Any, shape: StepShape, tensors: tuple[CacheTensor, ...]) -> None:
+    if not adapter.has_head(model_config):
+        raise UsageError(f"model_type {model_config.model_type!r} has no language head: it cannot generate tokens")
+    if shape.batch > 1 and shape.tokens > 1 and any(item.role == "index_packed" for item in tensors):
+        raise UsageError(
+            f"--batch {shape.batch} with --tokens {shape.tokens}: rows of their own length take several tokens one row "
+            f"at a time in model_type {model_config.model_type!r}, whose indexer pools keys"
+        )
+
+
 def _load(
-    directory: Path, model_config: Any, dtype: torch.dtype, weight_seed: int | None, example: StepExample, device: str
+    directory: Path,
+    model_config: Any,
+    dtype: torch.dtype,
+    weight_seed: int | None,
+    example: StepExample,
+    rows: bool,
+    device: str,
 ) -> Loaded:
     model = adapter.empty_model(model_config, dtype, "meta" if device == "meta" else "cpu")
     if device == "cpu":
@@ -68,19 +95,28 @@ def _load(
             seed_weights(model, weight_seed)
     shape, text = example.shape, adapter.text_config(model_config)
     has_state = shape.phase == "decode"
-    module = adapter.TransformersStep(model, *adapter.new_cache(text, shape.batch, shape.context, dtype, has_state))
+    cache, items = adapter.new_cache(text, shape.batch, shape.context, dtype, has_state)
+    if rows:
+        module = RowsStep(model, row_tensors(items), text.num_hidden_layers, shape.context)
+    else:
+        module = adapter.TransformersStep(model, cache, items)
+    leading = ("input_ids", "lengths") if rows else ("input_ids",)
 
     def arguments(length: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors = example.tensors(length)
-        return (tensors.pop("input_ids"), tensors), {}
+        return (*(tensors.pop(name) for name in leading), tensors), {}
 
     return Loaded(module, arguments)
 
 
-def _inputs(text: Any, shape: StepShape, tensors: tuple[CacheTensor, ...]) -> tuple[StepInput, ...]:
+def _inputs(text: Any, shape: StepShape, tensors: tuple[CacheTensor, ...], rows: bool) -> tuple[StepInput, ...]:
     ids = InputHint("input", (0, text.vocab_size))
+    inputs = [StepInput("input_ids", (shape.batch, shape.tokens), torch.int64, ids)]
+    if rows:
+        lengths = InputHint("input", (0, shape.default_length + 1), is_length=True)
+        inputs.append(StepInput("lengths", (shape.batch,), torch.int32, lengths))
     caches = (StepInput(item.name, item.shape, item.dtype, _hint(item, text, shape)) for item in tensors)
-    return StepInput("input_ids", (shape.batch, shape.tokens), torch.int64, ids), *caches
+    return *inputs, *caches
 
 
 def _hint(item: CacheTensor, text: Any, shape: StepShape) -> InputHint:

@@ -6,7 +6,7 @@ import typer
 
 from kimigraph import __version__
 from kimigraph.cli import bench as bench_command
-from kimigraph.cli import bisect, cache, doctor, dumps, explain, measure_device, passes, run
+from kimigraph.cli import bisect, cache, doctor, dumps, explain, generate, measure_device, passes, quant_report, run
 from kimigraph.cli import compile as compile_command
 
 HELP = """Compile language models with hybrid sparse attention to Triton programs.
@@ -14,6 +14,7 @@ HELP = """Compile language models with hybrid sparse attention to Triton program
 \b
   kimigraph compile examples/k31_tiny --target cpu --verify
   kimigraph run k31_tiny-decode-b2-t1-c256
+  kimigraph generate examples/k31_tiny --prompt-ids 1,2,3 --max-new-tokens 8
   kimigraph bench kda --peers
   kimigraph passes list
 
@@ -34,11 +35,13 @@ def make_app() -> typer.Typer:
     app.callback()(_root)
     compile_command.register(app)
     run.register(app)
+    generate.register(app)
     bench_command.register(app)
     explain.register(app)
     bisect.register(app)
     doctor.register(app)
     measure_device.register(app)
+    quant_report.register(app)
     app.add_typer(passes.make_group(), name="passes")
     app.add_typer(dumps.make_group(), name="dumps")
     app.add_typer(cache.make_group(), name="cache")

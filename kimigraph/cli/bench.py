@@ -11,7 +11,7 @@ from kimigraph.cli.console import print_json, progress
 from kimigraph.cli.errors import reports_errors
 from kimigraph.ir.errors import UsageError
 
-SUBJECTS = ("attnres", "dsa", "kda", "li", "pointwise", "prolog", "sfa")
+SUBJECTS = ("attnres", "dsa", "kda", "li", "moe", "pointwise", "prolog", "quantize", "sfa")
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +25,7 @@ def _bench(
         typer.Argument(
             metavar="OP",
             help="What to time: attnres (attention residuals), dsa (indexer and attention), kda, li (indexer with "
-            "top-k), pointwise (generated kernels), prolog (merged products), sfa.",
+            "top-k), moe (routed experts), pointwise (generated kernels), prolog (merged products), quantize, sfa.",
         ),
     ],
     peers: Annotated[bool, typer.Option("--peers", help="Time public kernels that do the same work, too.")] = False,
@@ -53,7 +53,9 @@ def _bench(
         "dsa": _bench_dsa,
         "kda": _bench_kda,
         "pointwise": _bench_pointwise,
+        "moe": _bench_moe,
         "prolog": _bench_prolog,
+        "quantize": _bench_quantize,
     }.get(subject, _bench_selection)
     document = measure(subject, peers, chosen, say)
     document["command"] = " ".join(["kimigraph bench", subject, *(["--peers"] if peers else []), *_spelled(chosen)])
@@ -104,6 +106,17 @@ def _bench_dsa(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable
         return pair.run(chosen or (PAIR_PEERS if peers else ()), say)
 
 
+def _bench_moe(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
+    del subject
+    from kimigraph.bench import moe
+
+    for name in chosen:
+        if name not in moe.POINTS:
+            raise UsageError(f"--only {name}: choose {', '.join(moe.POINTS)}")
+    with progress():
+        return moe.run(chosen or tuple(moe.POINTS), peers, say)
+
+
 def _bench_prolog(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
     if chosen:
         raise UsageError(f"--only {chosen[0]}: bench {subject} has no parts")
@@ -125,6 +138,17 @@ def _bench_pointwise(subject: str, peers: bool, chosen: tuple[str, ...], say: Ca
             raise UsageError(f"--only {name}: choose {', '.join(known)}")
     with progress():
         return pointwise.run(chosen, say)
+
+
+def _bench_quantize(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
+    del subject
+    from kimigraph.bench import quantize
+
+    for name in chosen:
+        if name not in quantize.PEERS:
+            raise UsageError(f"--only {name}: choose {', '.join(quantize.PEERS)}")
+    with progress():
+        return quantize.run(chosen or (quantize.PEERS if peers else ()), say)
 
 
 def _bench_kda(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from kimigraph.cli.errors import fail, reports_errors
 from kimigraph.cli.shapes import one_per_shape, parse_overrides
 from kimigraph.cli.summary import print_numerics, print_summary
 from kimigraph.ir import env
-from kimigraph.ir.config import MAX_SHAPES, TARGETS, CompileConfig
+from kimigraph.ir.config import MAX_SHAPES, STREAMS, TARGETS, CompileConfig
 from kimigraph.ir.device import read_device_file
 from kimigraph.ir.errors import NumericsError
+from kimigraph.ir.policy import POLICIES, read_policy
 
 
 def register(app: typer.Typer) -> None:
@@ -77,10 +78,20 @@ def _compile(
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the model's configuration."),
     ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE", help=f"Quantise by a policy: {', '.join(POLICIES)}, or a policy file (TOML)."
+        ),
+    ] = "off",
     device_file: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="Price decisions for this device (see measure-device), not the target's."),
     ] = None,
+    streams: Annotated[int, typer.Option(min=1, metavar="N", help="Streams that a program may use.")] = STREAMS,
+    force_streams: Annotated[
+        bool, typer.Option("--force-streams", help="Fork wherever it is legal, not only where it pays: for tests.")
+    ] = False,
     max_shapes: Annotated[int, typer.Option(min=1, metavar="N", help="Shapes that one call may ask for.")] = MAX_SHAPES,
     jobs: Annotated[
         int | None,
@@ -142,7 +153,10 @@ def configurations(options: dict[str, Any]) -> list[CompileConfig]:
         marks=not options["no_marks"],
         random_weights=options["random_weights"],
         overrides=parse_overrides(options["set_field"] or []),
+        policy=read_policy(options["policy"]),
         device=None if options["device_file"] is None else read_device_file(options["device_file"]),
+        streams=options["streams"],
+        force_streams=options["force_streams"],
         cache=options["cache"],
         verify=options["verify"],
         check_numerics=options["check_numerics"],

@@ -27,6 +27,9 @@ def _run(
         typer.Option(metavar="FILE", help="Safetensors file with inputs and caches by name. [default: seeded ones]"),
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Steps to run.")] = 1,
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph", help="Capture the step as a CUDA graph and replay it (targets cuda*).")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
     """Run one step of ARTIFACT and print a checksum per output.
@@ -42,7 +45,7 @@ def _run(
     with reading("reading weights") as watch:
         from kimigraph.run import run_artifact
 
-        result = run_artifact(artifact, weights, inputs, repeat, watch)
+        result = run_artifact(artifact, weights, inputs, repeat, watch, cuda_graph)
     if as_json:
         print_json(result)
     else:

@@ -36,12 +36,26 @@ def _overview(report: dict[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("graph", f"{graph['nodes_before']} nodes before the passes, {graph['nodes_after']} after"),
         ("launches", f"{launches['before']} before, {launches['after']} after"),
+        *([("streams", _streams_text(report["streams"]))] if report["streams"] else []),
+        *([("caches", _caches_text(report))] if report["quantization"] else []),
         ("cache", _cache_text(cache)),
     ]
     if report["verify"] is not None:
         rows.append(("verify", _verify_text(report["verify"])))
     rows += [(name, report[name]) for name in ("artifact", "dumps", "report") if report[name]]
     return rows
+
+
+def _streams_text(streams: dict[str, Any]) -> str:
+    times = f"longest path {streams['critical_path_us']:.1f} us of {streams['serial_us']:.1f} us, estimated"
+    return f"{streams['count']}, {streams['events']} events; {times}" if streams["count"] > 1 else f"1; {times}"
+
+
+def _caches_text(report: dict[str, Any]) -> str:
+    memory, policy = report["memory"], report["quantization"][0]["reason"].partition(" for ")[0]
+    return (
+        f"{memory['cache_bytes_per_token']} bytes a token by {policy}, {memory['cache_bytes_per_token_bf16']} in bf16"
+    )
 
 
 def _cache_text(cache: dict[str, Any]) -> str:

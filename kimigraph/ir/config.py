@@ -6,6 +6,8 @@ from typing import Any, Literal
 Phase = Literal["decode", "prefill"]
 TARGETS = ("auto", "cpu", "cpu:reference", "cuda", "cuda:sm_90")
 MAX_SHAPES = 16
+STREAMS = 3
+MAX_GRAPHS = 16
 
 
 def debug_only(default: Any) -> Any:
@@ -19,7 +21,10 @@ class CompileConfig:
 
     ``batch`` and ``tokens`` are sequences and new tokens per sequence; ``context`` is the cache capacity per sequence.
     ``device`` is the text of a device file to price by (``kimigraph.ir.device``); None: the target's own.
+    ``policy`` is the name of a quantization policy or the text of a policy file (``kimigraph.ir.policy``).
+    ``streams`` is the largest number of streams that a program uses; ``force_streams`` forks wherever it is legal.
     ``max_shapes`` is how many programs a compiled model keeps in memory, and how many shapes one command may ask for.
+    ``cuda_graph`` replays a step on tensors that came before as one CUDA graph; ``max_graphs`` of them are kept.
     A shape field that is None takes the default of ``kimigraph compile`` (decode: 1 token; prefill: tokens = context).
     """
 
@@ -39,7 +44,12 @@ class CompileConfig:
     random_weights: bool = False
     overrides: tuple[tuple[str, str], ...] = ()
     device: str | None = None
+    streams: int = STREAMS
+    force_streams: bool = False
+    policy: str = "off"
     max_shapes: int = debug_only(MAX_SHAPES)
+    cuda_graph: bool = debug_only(False)
+    max_graphs: int = debug_only(MAX_GRAPHS)
     cache: str = debug_only("use")
     verify: bool = debug_only(False)
     check_numerics: bool = debug_only(False)

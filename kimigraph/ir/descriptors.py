@@ -14,6 +14,8 @@ _DTYPES = ("bfloat16", "float16", "float32")
 QUANTISED = "float8_e4m3fn"
 """The element type of quantised caches; their tensors are bytes, uint8, because a row mixes types."""
 _SCALE_RULES = ("power2", "amax")
+GROUP_SCALES = "e8m0"
+"""The scales of index keys in groups: one byte each."""
 _ORDERS = ("scales_rope", "rope_scales")
 _CACHE_LAYOUTS = ("contiguous", "paged")
 _STATE_LAYOUTS = ("kv", "vk")
@@ -81,8 +83,10 @@ class LatentDescriptor(Descriptor):
 class IndexKeyDescriptor(Descriptor):
     """A cache of index keys of ``width`` elements of ``dtype``; ``layout`` and ``page_size`` as for latent caches.
 
-    Quantised (``dtype`` float8_e4m3fn): [P, page_size, width + 4] bytes (or [B, T, width + 4]), where each page (or
-    sequence) is planar: all its keys e4m3, then one fp32 scale a key, picked by the rule ``scales`` as for latents.
+    Quantised (``dtype`` float8_e4m3fn): [P, page_size, row] bytes (or [B, T, row]), where each page (or sequence) is
+    planar: all its keys e4m3, then their scales: one fp32 a key (``row`` is width + 4), picked by the rule ``scales``
+    as for latents; or with a ``group`` one byte for each group of elements, E8M0 (``scales`` e8m0, MXFP8). Under
+    ``rotation`` hadamard it holds keys times the Hadamard matrix over sqrt(width), for queries that are turned alike.
     """
 
     kind: ClassVar[str] = "index_key"
@@ -91,16 +95,29 @@ class IndexKeyDescriptor(Descriptor):
     width: int
     page_size: int = 0
     scales: str | None = None
+    group: int | None = None
+    rotation: str | None = None
 
     def __post_init__(self) -> None:
         _check_cache(self, self.layout, self.dtype, self.page_size)
         _check(self, self.width > 0, "width must be positive")
-        _check_scales(self, self.dtype, self.scales)
+        turned = self.rotation is not None
+        _check(self, not turned or self.dtype == QUANTISED, f"rotation belongs to {QUANTISED} caches")
+        _check(self, not turned or self.rotation == "hadamard", "rotation must be hadamard")
+        _check(self, not turned or self.width & (self.width - 1) == 0, "a rotated width must be a power of two")
+        if self.group is None:
+            _check_scales(self, self.dtype, self.scales)
+            return
+        _check(self, self.dtype == QUANTISED, f"group belongs to {QUANTISED} caches")
+        _check(self, self.group > 0, "group must be positive")
+        _check(self, self.scales == GROUP_SCALES, f"scales of groups must be {GROUP_SCALES}")
 
     @property
     def row(self) -> int:
         """Elements of a row of the tensor; bytes when quantised."""
-        return self.width + (4 if self.dtype == QUANTISED else 0)
+        if self.dtype != QUANTISED:
+            return self.width
+        return self.width + (4 if self.group is None else -(-self.width // self.group))
 
 
 @dataclass(frozen=True)

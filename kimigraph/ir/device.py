@@ -31,8 +31,9 @@ class Device:
     ``bytes_per_second`` is the copy rate, read and written bytes together. ``flops_per_second`` gives the rate of
     matrix products by the type of their operands, ``vector_flops_per_second`` that of everything else.
     ``launch_seconds`` is what an empty kernel takes as a node of a graph, ``latency_seconds`` what a small kernel that
-    waits for its predecessor's result takes beyond that. ``units`` are multiprocessors, ``cache_bytes`` the last-level
-    cache. ``sources`` says where each figure comes from.
+    waits for its predecessor's result takes beyond that, ``event_seconds`` what a wait for another branch of a graph
+    takes beyond one within a branch. ``units`` are multiprocessors, ``cache_bytes`` the last-level cache. ``sources``
+    says where each figure comes from.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Device:
     vector_flops_per_second: float
     launch_seconds: float
     latency_seconds: float = 0.0
+    event_seconds: float = 0.0
     units: int = 1
     cache_bytes: int = 0
     sources: Mapping[str, str] = field(default_factory=_no_text)
@@ -113,7 +115,8 @@ def _check_fields(fields: dict[str, Any]) -> None:
         raise UsageError("device file: name is missing or no text")
     for name in _RATES:
         _positive(name, fields.get(name))
-    _positive("latency_seconds", fields.get("latency_seconds", 0.0), least=0.0)
+    for name in ("latency_seconds", "event_seconds"):
+        _positive(name, fields.get(name, 0.0), least=0.0)
     rates: Any = fields.get("flops_per_second")
     if not isinstance(rates, dict) or not rates:
         raise UsageError('device file: flops_per_second is missing; want {"bfloat16": FLOP/s, "float32": FLOP/s, ...}')

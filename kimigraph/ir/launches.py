@@ -7,7 +7,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from kimigraph.ir.operators import operator_of
-from kimigraph.ir.purity import mutated_arguments, storage_root
+from kimigraph.ir.purity import alias_source, mutated_arguments
 
 _ATEN = torch.ops.aten
 VIEWS_IF_POSSIBLE = frozenset((_ATEN.reshape.default, _ATEN.flatten.using_ints, _ATEN.reshape_as.default))
@@ -43,7 +43,7 @@ def launches_of(node: Node, kernel_launches: Mapping[str, int] | None = None) ->
 
 def is_view(node: Node) -> bool:
     """Whether the call only gives its argument's storage another shape: no kernel runs."""
-    if mutated_arguments(node) or storage_root(node) is node:
+    if mutated_arguments(node) or alias_source(node) is None:
         return False
     source = next(iter(node.all_input_nodes), node)
     value, given = node.meta.get("val"), source.meta.get("val")

@@ -72,7 +72,9 @@ class Manifest:
     serialised tree specifications of the model's signature, None where a container cannot be serialised. ``checksums``
     are the three numbers of ``kimigraph.ir.seeded.checksum`` for every output and mutated input of one step on tensors
     seeded with ``seed``, compared with ``tolerance``; ``reference`` says what computed them (``cpu:reference``; empty:
-    nothing did). ``kind`` tells apart forms of artifact (``program`` is the only one so far).
+    nothing did). ``streams`` is how many the program queues work on, the caller's included; ``uncapturable`` names the
+    nodes that no CUDA graph can hold, each with the reason. ``kind`` tells apart forms of artifact (``program`` is the
+    only one so far).
     """
 
     model: str
@@ -95,6 +97,8 @@ class Manifest:
     tolerance: float = 1e-4
     reference: str = ""
     info: dict[str, Any] = field(default_factory=lambda: {})
+    streams: int = 1
+    uncapturable: dict[str, str] = field(default_factory=_strings)
     kind: str = "program"
     schema_version: int = SCHEMA_VERSION
 
@@ -200,7 +204,9 @@ def _kernel(record: dict[str, Any]) -> KernelRecord:
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no tuples: every list of an input's record is one."""
-    return {
-        key: tuple(cast("Iterable[int]", value)) if isinstance(value, list) else value for key, value in record.items()
-    }
+    """JSON has no tuples: every list of an input's record is one, those within a list too."""
+    return {key: _tuple(value) for key, value in record.items()}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(map(_tuple, cast("Iterable[Any]", value))) if isinstance(value, list) else value

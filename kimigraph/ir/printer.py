@@ -17,6 +17,7 @@ from kimigraph.ir.fake import describe
 from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.ir.provenance import module_class, module_path
 from kimigraph.ir.purity import mutated_arguments, region_module, storage_root
+from kimigraph.ir.schedule import describe_schedule
 from kimigraph.ir.spelling import format_argument, format_call, region_function, variable_names
 
 __all__ = [
@@ -210,7 +211,8 @@ def _statement(node: Node, names: dict[Node, str], dying: Iterable[Node], known:
         return names[argument]
 
     if node.op == "output":
-        return f"return {format_argument(node.args[0], name_of)}"
+        told = "; ".join(describe_schedule(node))
+        return f"return {format_argument(node.args[0], name_of)}" + (f"  # {told}" if told else "")
     call = f'CONSTANTS["{node.target}"]' if node.op == "get_attr" else format_call(node, name_of)
     freed = [names[argument] for argument in dying]
     statement = f"{names[node]} = {call}" if node.users else call
@@ -223,6 +225,7 @@ def _comment(node: Node, names: dict[Node, str], known: dict[Node, Node]) -> str
     written = dict.fromkeys(names.get(storage_root(argument, known), "?") for argument in mutated_arguments(node))
     if written:
         facts.append(f"writes {', '.join(written)}")
+    facts += describe_schedule(node)
     if node.meta.get("selects"):
         facts.append(f"selects as {node.meta['selects']}")
     replaced = node.meta.get("replaces", ())

@@ -19,6 +19,7 @@ class InputSpec:
     flat cache name (``cache.3.latent``, ``state.0.kda``) or the argument path of an input. ``mutated`` inputs are
     updated in place by the step. ``value_range`` (low inclusive, high exclusive) bounds integer inputs for seeded
     tensors. ``descriptor`` is the text form of a cache's descriptor (``kimigraph.ir.descriptors``), empty for others.
+    ``parts`` are source and dtype of the captured caches whose values a quantised cache holds, in the order of its row.
     """
 
     name: str
@@ -30,6 +31,7 @@ class InputSpec:
     mutated: bool = False
     value_range: tuple[int, int] | None = None
     descriptor: str = ""
+    parts: tuple[tuple[str, str], ...] = ()
 
     @property
     def bound(self) -> bool:

@@ -34,6 +34,21 @@ def is_pure(node: Node) -> bool:
     return schemas.is_plain_function(node.target)
 
 
+def has_effect(node: Node) -> bool:
+    """Whether the node communicates, draws random numbers or asserts, whatever it writes: such nodes keep their order.
+
+    A function of unknown behaviour is held to; a region has an effect when one of its nodes has.
+    """
+    if node.op == "call_module":
+        child = region_module(node)
+        return child is None or any(has_effect(inner) for inner in child.graph.nodes)
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, OpOverload):
+        return schemas.has_effect(node, node.target)
+    return not schemas.is_plain_function(node.target) and not schemas.writes_first_argument(node.target)
+
+
 def mutated_arguments(node: Node) -> list[Node]:
     """The argument nodes whose storage this call writes, in schema order.
 
@@ -73,6 +88,11 @@ def storage_root(node: Node, known: dict[Node, Node] | None = None) -> Node:
     root = known[node]
     known.update(dict.fromkeys(walked, root))
     return root
+
+
+def alias_source(node: Node) -> Node | None:
+    """The node whose storage the (first) result of ``node`` may share, one step up; None when it owns its storage."""
+    return _alias_source(node, 0)
 
 
 def mutation_between(graph: Graph, root: Node, first: Node, last: Node) -> Node | None:

@@ -86,15 +86,18 @@ def returns_list(target: OpOverload) -> bool:
 
 def is_pure_call(node: Node, target: OpOverload) -> bool:
     """Whether the call only computes: no write, no assertion, no communication, no randomness that takes effect."""
-    if written_arguments(target) or not target._schema.returns or target.namespace in _COLLECTIVES:
-        return False
-    if target.name().partition("::")[2].partition(".")[0] in _EFFECT_NAMES:
-        return False
+    return bool(target._schema.returns) and not written_arguments(target) and not has_effect(node, target)
+
+
+def has_effect(node: Node, target: OpOverload) -> bool:
+    """Whether the call does something besides its result and its writes: communication, randomness, an assertion."""
+    if target.namespace in _COLLECTIVES or target.name().partition("::")[2].partition(".")[0] in _EFFECT_NAMES:
+        return True
     # Tags of newer releases are looked up by name.
     hidden = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)
     if torch.Tag.nondeterministic_seeded in target.tags or hidden in target.tags:
-        return _drops_nothing(node, target)
-    return True
+        return not _drops_nothing(node, target)
+    return False
 
 
 def _drops_nothing(node: Node, target: OpOverload) -> bool:

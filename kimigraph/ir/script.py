@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from kimigraph.ir.cache_formats import pack, unpack
+from kimigraph.ir.descriptors import parse_descriptor
 from kimigraph.ir.program import InputSpec
 from kimigraph.ir.seeded import checksum, seeded_tensor
 from kimigraph.ir.tensor_file import read_tensors
@@ -22,14 +24,16 @@ def main(
 ) -> None:
     """Read the command line, run ``step`` once and print ``<name> <sum> <magnitudes> <dot>`` lines.
 
-    Outputs go by their names, updated inputs by their source names. Exits with a message when ``--weights`` names a
-    directory that lacks a weight or holds one of another shape.
+    Outputs go by their names, updated inputs by their source names; a quantised cache starts as the captured caches
+    that it holds would, put through the quantiser, and is printed as they are. Exits with a message when ``--weights``
+    names a directory that lacks a weight or holds one of another shape.
     """
     parser = argparse.ArgumentParser(description="run one step on seeded tensors and print checksums")
     parser.add_argument("--weights", type=Path, help="directory whose *.safetensors hold the weights")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tensors (default: 0)")
     options = parser.parse_args(arguments)
     tensors = make_inputs(inputs, constants, options.seed)
+    tensors = [seeded_cache(spec, options.seed) if spec.parts else t for spec, t in zip(inputs, tensors, strict=True)]
     if options.weights:
         bind_weights(options.weights, inputs, tensors)
     results = step(*tensors)
@@ -37,8 +41,9 @@ def main(
         if isinstance(value, torch.Tensor):
             print(name, *map(repr, checksum(name, value, options.seed)))
     for spec, value in zip(inputs, tensors, strict=True):
-        if spec.mutated:
-            print(spec.source, *map(repr, checksum(spec.source, value, options.seed)))
+        for source, part in (unpack(spec, value) if spec.parts else {spec.source: value}).items():
+            if spec.mutated:
+                print(source, *map(repr, checksum(source, part, options.seed)))
 
 
 def make_inputs(
@@ -60,6 +65,17 @@ def seeded_input(spec: InputSpec, seed: int) -> torch.Tensor:
     """The seeded tensor of one input."""
     dtype = getattr(torch, spec.dtype)
     return seeded_tensor(spec.source, spec.shape, dtype, spec.kind, seed, spec.value_range)
+
+
+def seeded_cache(spec: InputSpec, seed: int) -> torch.Tensor:
+    """The quantised cache that holds the seeded captured ones."""
+    form = parse_descriptor(spec.descriptor)
+    widths = (getattr(form, "width", 0), getattr(form, "rope_dim", 0))
+    values = {
+        source: seeded_tensor(source, (*spec.shape[:2], width), getattr(torch, dtype), "cache", seed)
+        for (source, dtype), width in zip(spec.parts, widths, strict=False)
+    }
+    return pack(spec, values)
 
 
 def with_strides(values: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

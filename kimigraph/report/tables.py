@@ -109,6 +109,30 @@ def kernels(data: ReportData) -> Html:
     return _section("kernels", "Kernels", table(headings, rows), element("p", note, class_="quiet"), _sources(data))
 
 
+def quantization(data: ReportData) -> Html:
+    """What the policy gave which format: one row a node and role, and what that saves. Nothing without a policy."""
+    records: list[dict[str, Any]] = data.document.get("quantization") or []
+    if not records:
+        return join(())
+    rows: list[list[Child]] = [
+        [
+            element("code", record["node"]),
+            str(record.get("role", "")).replace("_", " "),
+            f"{record['format']} group {record['group']}" if record["group"] else record["format"],
+            [element("code", record["after"])] if record.get("after") else "",
+            record["reason"],
+        ]
+        for record in records
+    ]
+    memory: dict[str, Any] = data.document.get("memory") or {}
+    note = (
+        f"Caches take {memory.get('cache_bytes_per_token', 0):,} bytes a token, "
+        f"{memory.get('cache_bytes_per_token_bf16', 0):,} in bf16."
+    )
+    headings = ("node", "role", "format", "descriptor", "reason")
+    return _section("quantization", "Quantization", table(headings, rows), element("p", note, class_="quiet"))
+
+
 def _section(anchor: str, title: str, *children: Child) -> Html:
     return element("section", element("h2", title), *children, id=anchor)
 
@@ -194,4 +218,4 @@ def _places(remarks: list[dict[str, Any]]) -> dict[str, str]:
 
 def sections(data: ReportData) -> Html:
     """All of them."""
-    return join([summary(data), pipeline(data), fusions(data), kernels(data)])
+    return join([summary(data), pipeline(data), fusions(data), quantization(data), kernels(data)])

@@ -1,6 +1,6 @@
 """A program against the one it came from, on seeded data: ``--check-numerics``, and the test that bisecting repeats."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,13 +9,14 @@ from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from kimigraph.ir.accuracy import LOW_PRECISION_FLOOR, TOLERANCE_FP32, Deviation, deviation
+from kimigraph.ir.cache_formats import given_to, unpack
 from kimigraph.ir.data_sets import STEPS, DataSet, data_sets, make_data, run_steps
 from kimigraph.ir.errors import NumericsError
-from kimigraph.ir.program import CapturedProgram
+from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.ir.remarks import PassResult
 from kimigraph.ir.reproduce import apart
 from kimigraph.passes import Instrument, Pass, Pipeline
-from kimigraph.selections import SelectionInterpreter, Selections, check_selections
+from kimigraph.selections import RoundingInterpreter, Selections, check_selections
 
 ROUNDING_FACTOR = 3.0
 """How much worse than the captured program's own rounding error a 16-bit program may be: of a few hundred numbers the
@@ -72,13 +73,14 @@ class Reference:
         return any(not case.apart(program).passed for case in self._cases)
 
 
-class _Recorder(SelectionInterpreter):
+class _Recorder(RoundingInterpreter):
     """Runs a program at any stage and records its picks: of top-k nodes and of the operators that took their place."""
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if n.op == "call_function" and "selects" in n.meta:
-            self.selections.picked[str(n.meta["selects"])] = result
+            picks = result if isinstance(result, torch.Tensor) else result[1]  # a router's weights come first
+            self.selections.picked[str(n.meta["selects"])] = picks
         return result
 
 
@@ -120,18 +122,20 @@ class _Case:
     tolerances: dict[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.run = self._execute(self.program)
         self.low = any(t.dtype in _LOW for t in self.tensors)
-        self.want = self._right(self.run) if self.low else self.run.values
         self.tolerance = LOW_PRECISION_FLOOR if self.low else TOLERANCE_FP32
+        self.run = self._execute(self.program)
+        self.want = self._right(self.run) if self.low else self.run.values
         self.tolerances = self._rounding_errors() if self.low else {}
 
     def compare(self, program: CapturedProgram) -> Comparison:
         got = self._execute(program)
         want, fault = self.want, ""
+        formats = tuple(spec for spec in program.inputs if spec.parts)
         try:
-            if self._exchanged(got):
-                want = self._right(got)
+            # Quantised keys rank otherwise; what they cost is no fault of a rewrite.
+            if formats or self._exchanged(got):
+                want = self._right(got, formats)
         except NumericsError as error:
             fault = str(error)
         worst = deviation(self._comparable(got.values), want, self.tolerance, self.tolerances)
@@ -146,10 +150,10 @@ class _Case:
             before, form = (Interpreter(graph.graph_module).run for graph in (self.program, program))
             return apart(before, form, specs, outputs, constants, self.data, self.tolerances)
 
-    def _right(self, picked: _Run) -> dict[str, torch.Tensor]:
-        """The right values with the picks of another run, so that near-ties do not count."""
+    def _right(self, picked: _Run, formats: Sequence[InputSpec] = ()) -> dict[str, torch.Tensor]:
+        """The right values with the picks of another run, so that near-ties do not count, in caches of ``formats``."""
         picks = [selections.picked for selections in picked.selections]
-        return self._execute(self.program, picks, wide=self.low).values
+        return self._execute(self.program, picks, self.low, formats, picked.values).values
 
     def _comparable(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: value.float() if value.dtype in _LOW else value for name, value in values.items()}
@@ -164,24 +168,44 @@ class _Case:
         return differing > 0
 
     def _execute(
-        self, program: CapturedProgram, picks: Sequence[dict[str, torch.Tensor]] = (), wide: bool = False
+        self,
+        program: CapturedProgram,
+        picks: Sequence[dict[str, torch.Tensor]] = (),
+        wide: bool = False,
+        formats: Sequence[InputSpec] = (),
+        settled: Mapping[str, torch.Tensor] | None = None,
     ) -> _Run:
         selections: list[Selections] = []
 
         def step(*tensors: torch.Tensor) -> Any:
             inject = picks[len(selections)] if picks else None
-            interpreter = (_WideRecorder if wide else _Recorder)(program, inject)
+            ending = f" at step {len(selections) + 1}"
+            theirs = {name.removesuffix(ending): v for name, v in (settled or {}).items() if name.endswith(ending)}
+            kind = _WideRecorder if wide else _Recorder
+            interpreter = kind(program, tensors, formats, inject, theirs, self.tolerance)
             with torch.no_grad():
                 results = interpreter.run(*tensors)
             selections.append(interpreter.selections)
             return results
 
-        inputs, tensors = program.inputs, self.tensors
+        named = {spec.source: t for spec, t in zip(self.program.inputs, self.tensors, strict=True)}
+        inputs, tensors = program.inputs, given_to(program.inputs, named)
         if wide:
             inputs = tuple(replace(s, dtype="float32") if getattr(torch, s.dtype) in _LOW else s for s in inputs)
             tensors = [t.float() if t.dtype in _LOW else t for t in tensors]
         values = run_steps(step, self.data, inputs, tensors, [spec.source for spec in program.outputs], STEPS)
-        return _Run(values, selections)
+        return _Run(self._unpacked(values, program.inputs), selections)
+
+    def _unpacked(self, values: dict[str, torch.Tensor], inputs: Sequence[InputSpec]) -> dict[str, torch.Tensor]:
+        """Values by name and step, those of quantised caches as the captured caches that they hold."""
+        captured = {spec.source: spec for spec in self.program.inputs}
+        for spec in (spec for spec in inputs if spec.parts):
+            for name in [name for name in values if name.startswith(f"{spec.source} at step ")]:
+                step = name.removeprefix(spec.source)
+                for source, part in unpack(spec, values.pop(name)).items():
+                    wanted = captured[source]
+                    values[source + step] = part.reshape(wanted.shape).to(getattr(torch, wanted.dtype))
+        return values
 
     def _rounding_errors(self) -> dict[str, float]:
         """Tolerance by tensor: a factor more than what the program in 16 bits is away from itself in fp32."""

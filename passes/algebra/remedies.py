@@ -24,6 +24,36 @@ REMEDIES: tuple[tuple[str, str], ...] = (
     (r"the weights are used \d+ times", "return or reuse the attention's output instead of its weights"),
     (r"the weights go into", "multiply the softmax with the values directly (no dropout, no rescaling in between)"),
     (rf"{_WORD} is used elsewhere, by {_WORD}", "read {0} in this step only; let {1} read it in the next one"),
+    # Routed experts
+    (
+        r"the router's top-k takes",
+        "let the router pick a constant number of experts by their largest scores, over the last dim",
+    ),
+    (
+        r"the experts' (scores are|weights)|the sum of the experts' weights",
+        "score experts with a sigmoid, add the bias for the choice alone, and divide the picked scores by their sum",
+    ),
+    (
+        r"the experts' groups|the experts of other groups",
+        "score a group by the sum of its two best experts, and mask the experts of the other groups with -inf",
+    ),
+    (
+        r"the activation is neither|the experts: (gate and up|the activation's)",
+        "write experts as down(silu(gate) up) or with SiTU, gate and up being the halves of one product",
+    ),
+    (
+        r"the experts: (rows, weights and result|weights \[)",
+        "give the experts' weights the type and the widths of the rows that they multiply",
+    ),
+    (
+        r"the experts: ",
+        "gather the picked experts' weights (batched_mm), or sort the picks and use torch's grouped product, then sum "
+        "the outputs times the router's weights over the picks of a token",
+    ),
+    (
+        r"added to the routed experts|the shared experts have",
+        "nothing to change in the model: what follows the experts stays products of its own",
+    ),
     # Norms
     (
         r"the root does not scale what was squared",
@@ -92,8 +122,12 @@ REMEDIES: tuple[tuple[str, str], ...] = (
     ),
     # Masks, lengths and positions
     (
-        r"dense latent attention has no operator yet",
-        "nothing to change in the model: attention over all keys stays ATen in this version",
+        r"make absorbed attention over all keys dearer",
+        "nothing to change: for that many queries expanding the cache once takes fewer operations",
+    ),
+    (
+        r"attention over all keys has masks besides a length",
+        "hide keys behind one causal length only: position <= length + row",
     ),
     (
         r"the selection is not that of an indexer",
@@ -191,6 +225,26 @@ REMEDIES: tuple[tuple[str, str], ...] = (
     (r"needs memory of its own", "return or write a copy of it, if one launch less is worth a copy"),
     (r"no multiple of 16 bytes", "make its number of outputs a multiple of 8 (of 4 in float32)"),
     (r"does not pay", "nothing to change in the model; --device-file prices for another device"),
+    # Quantization
+    (
+        r"take different rope parts|the rope part beside",
+        "write and read latents and their rope part as one pair of caches",
+    ),
+    (
+        r"the cache .* is (also used by|not \w+ by an operator)",
+        "let the step touch the cache in its update and its attention or indexer alone; kimigraph explain says why one "
+        "of them is no operator",
+    ),
+    (r"is paged, and pages are laid out", "choose the pages' format where they are made"),
+    (r"is no entry of a dict", "hand the caches over in a dict: a call can then go without the rope part"),
+    (
+        r"are no multiple of the tile|are more than one group of|have no Hadamard rotation",
+        "choose another group, or no rotation, for that role in a policy file",
+    ),
+    (
+        r"its keys are computed from the cache",
+        "nothing to change: pooled keys stay as they are in this version, on both sides",
+    ),
     # Compaction
     (
         r"compact|^it |how many it picks|its (reshape|length)|another of its|"

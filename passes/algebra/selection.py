@@ -50,6 +50,23 @@ def selection_of(graph: Graph, sink: Node, masks: Sequence[MaskTerm], want: tupl
     return picks
 
 
+def visible_length(masks: Sequence[MaskTerm], want: tuple[int, int, int]) -> Length | None:
+    """How many keys the queries of an attention without picks see, None where all; ``want`` is (B, S, T).
+
+    Refused when its masks are anything but one causal length.
+    """
+    conditions = {atom.key(): atom for mask in masks for atom in atoms(mask.node, mask.sense)}
+    if not conditions:
+        return None
+    for mask in masks:
+        if rank(mask.node) == 4 and shape(mask.node)[1] != 1:
+            raise Refused("the mask differs from head to head", mask.node)
+    first, *further = conditions.values()
+    if further:
+        raise Refused("attention over all keys has masks besides a length", further[0].node)
+    return _length(first, masks, want)
+
+
 def _require_placed(atom: Atom, masks: Sequence[MaskTerm], want: tuple[int, int, int]) -> None:
     """Refuse unless row (b, s) of the selection hides keys of query (b, s), key by key."""
     for mask in masks:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from kimigraph.ir.cost import Work, fused_work, serial_seconds, work_of
+from kimigraph.ir.dependences import Dependences
 from kimigraph.ir.device import Device
 from kimigraph.ir.fake import infer
 from kimigraph.ir.launches import launches_of
 from kimigraph.ir.purity import mutation_between
 from kimigraph.ir.regions import extract_region
 from kimigraph.ir.row_products import RowProduct, row_product, source_of
-from kimigraph.passes.algebra.dependences import Dependences, make_neighbours
+from kimigraph.passes.algebra.dependences import make_neighbours
 
 _PRODUCT = "aten.linear.default"
 

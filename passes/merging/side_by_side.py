@@ -7,8 +7,8 @@ import torch
 from torch.fx import Graph, Node
 
 from kimigraph.ir.cost import Work, serial_seconds, touched_bytes, work_of
+from kimigraph.ir.dependences import Dependences
 from kimigraph.ir.device import Device
-from kimigraph.passes.algebra.dependences import Dependences
 from kimigraph.passes.algebra.products import (
     Product,
     beside,

@@ -11,18 +11,28 @@ from kimigraph.ir.device import Device
 from kimigraph.ir.launches import launches_of
 from kimigraph.ir.pointwise import Unfusable, lower
 from kimigraph.ir.pointwise.loops import is_known
-from kimigraph.ir.pointwise.views import is_index_map, view_source
+from kimigraph.ir.pointwise.prepared import has_long_rows, is_streamed, prepared_work
+from kimigraph.ir.pointwise.products import MOST_LINES, is_preparation, is_product, lines_of
+from kimigraph.ir.pointwise.views import SPLITS, is_index_map, view_source
+from kimigraph.ir.row_products import is_widening
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.pointwise.order import Order, Unit
 
 
 @dataclass
 class Growth:
-    """Regions of one graph while they grow. ``most`` is the largest number of nodes of a region."""
+    """Regions of one graph while they grow.
+
+    ``most`` is the largest number of nodes of a region, ``products`` whether products join regions. ``prepares``
+    whether long rows are prepared in kernels of products, by attention residuals too, at no price for these: what it
+    costs that every program does so was not measured.
+    """
 
     order: Order
     device: Device
     most: int
+    products: bool = True
+    prepares: bool = False
     misses: list[tuple[Node, Refused]] = field(default_factory=lambda: [])
     _works: dict[Unit, Work] = field(default_factory=lambda: {})
 
@@ -31,7 +41,13 @@ class Growth:
         for node in graph.nodes:
             if _computes(node):
                 self._grow(node)
-        found = {self.order.unit_of[node] for node in graph.nodes if _computes(node)}
+        for node in graph.nodes if self.products else ():
+            if is_product(node) and launches_of(node) and 1 <= lines_of(node) <= MOST_LINES:
+                self._surround(node)
+        for node in graph.nodes if self.prepares else ():
+            if is_preparation(node):
+                self._prepare(node)
+        found = {self.order.unit_of[node] for node in graph.nodes if launches_of(node)}
         return sorted((unit for unit in found if launches(unit.nodes) > 1), key=lambda unit: unit.place)
 
     def _grow(self, node: Node) -> None:
@@ -47,6 +63,25 @@ class Growth:
             except Refused as refusal:
                 self.misses.append((node, refusal))
 
+    def _surround(self, product: Node) -> None:
+        """Join a product of few rows with what uses its columns, then with what computes its rows."""
+        users: dict[Unit, list[Node]] = {}
+        for path in _paths_out(product):
+            users.setdefault(self.order.unit_of[path[-1]], []).extend(path)
+        for path in (*users.values(), *filter(None, map(_path, product.all_input_nodes))):
+            try:
+                self._join([product, *path])
+            except Refused as refusal:
+                self.misses.append((product, refusal))
+
+    def _prepare(self, node: Node) -> None:
+        """Join what prepares rows with all products of them, then with what it reads."""
+        steps = _to_products(node)
+        if steps is not None:
+            for path in (steps, *filter(None, map(_path, node.all_input_nodes))):
+                with suppress(Refused):
+                    self._join([node, *path])
+
     def _join(self, steps: Sequence[Node]) -> bool:
         """Join nodes, with the regions that they are in; whether that could be done.
 
@@ -60,12 +95,14 @@ class Growth:
         if plan is None:
             return False
         try:
-            lower(members, results_of(members))
+            loops = lower(members, results_of(members))
         except Unfusable as reason:
             if any(word in reason.reason for word in ("writes", "written", "overwrites")):
                 raise Refused(f"no single kernel: {reason.reason}", reason.node, score=1) from reason
             return False
-        work = fused_work(members)
+        if loops.depths and not self.prepares and has_long_rows(loops) and not is_streamed(loops):
+            return False
+        work = fused_work(members) + (Work() if any(map(is_preparation, members)) else prepared_work(loops))
         if work.seconds(self.device) >= sum(self._work(unit).seconds(self.device) for unit in units):
             return False
         self._works[self.order.join(units, plan)] = work
@@ -75,6 +112,34 @@ class Growth:
         if unit not in self._works:
             self._works[unit] = fused_work(unit.nodes) if len(unit.nodes) > 1 else work_of(unit.nodes[0])
         return self._works[unit]
+
+
+def _paths_out(product: Node) -> list[list[Node]]:
+    """From a product through views to each operation that uses it."""
+    found: list[list[Node]] = []
+    pending: list[list[Node]] = [[user] for user in product.users]
+    while pending:
+        path = pending.pop(0)
+        last = path[-1]
+        if launches_of(last):
+            found += [path] if _computes(last) else []
+        elif is_index_map(last) or last.target in SPLITS:
+            pending += [[*path, user] for user in last.users]
+    return found
+
+
+def _to_products(node: Node) -> list[Node] | None:
+    """All that uses a node, through views and casts up to products; None where anything else uses it."""
+    found: list[Node] = []
+    pending = list(node.users)
+    while pending:
+        user = pending.pop(0)
+        if not is_product(user):
+            if not (is_index_map(user) or is_widening(user)):
+                return None
+            pending += user.users
+        found.append(user)
+    return found
 
 
 def launches(nodes: Iterable[Node]) -> int:

@@ -26,9 +26,10 @@ TOLERANCE = 1e-5
 """Of the sum of magnitudes: checksums in fp32."""
 MODELS = ("kimi_k31", "glm5_next", "deepseek_v32")
 CHANGED = {
-    "kimi_k31": set(BUILT_IN) - {"fuse-indexer-attention"},  # no pages
-    "glm5_next": set(BUILT_IN) - {"fuse-indexer-attention", "raise-attention-residual"},
-    "deepseek_v32": set(BUILT_IN) - {"fuse-indexer-attention", "raise-attention-residual", "raise-kda"},  # no KDA layer
+    "kimi_k31": set(BUILT_IN) - {"fuse-indexer-attention", "insert-quantization"},  # no pages
+    "glm5_next": set(BUILT_IN) - {"fuse-indexer-attention", "insert-quantization", "raise-attention-residual"},
+    "deepseek_v32": set(BUILT_IN)
+    - {"fuse-indexer-attention", "insert-quantization", "raise-attention-residual", "raise-kda"},  # no KDA layer
 }
 RUN_ALL = """
 import runpy, sys

@@ -30,11 +30,13 @@ LAYERS = {
     "raise-kda": 3,
     "raise-attention-residual": 8,
     "raise-cache-writes": 2,
+    "raise-moe": 3,
     "fuse-lightning-indexer": 1,
     "fuse-sparse-attention": 1,
     "fuse-indexer-attention": 0,
 }
-"""Layers 0 to 2 are KDA layers, layer 3 is a DSA layer; every sublayer but the first mixes blocks, and the output."""
+"""Layers 0 to 2 are KDA layers, layer 3 is a DSA layer; every sublayer but the first mixes blocks, and the output; all
+layers but the first have experts."""
 GENERATED = ("pointwise", "horizontal", "rms_norm")
 NORMS = {"raise-norms": 6}
 """The first norm, the one behind the experts of each feed-forward layer but the first, two in the DSA layer."""
@@ -72,10 +74,10 @@ def test_a_decode_step_is_verified_and_fused_once_for_each_layer(verified: tuple
     assert report.verify is not None and report.verify["passed"]
     assert report.verify["max_rel_err"] <= report.verify["tolerance"] == 1e-4
     found = {entry["rule"]: entry["count"] for entry in report.fusions}
-    assert found.pop("fuse-pointwise") >= 20 and found == LAYERS | NORMS | MERGED
+    assert found.pop("fuse-pointwise") >= 5 and found == LAYERS | NORMS | MERGED
     assert sorted(kernel["op"] for kernel in report.kernels if kernel["op"] not in GENERATED) == [
         *["attention_residual"] * 8, "index_key_write", "kda_decode", "kda_decode", "kda_decode", "latent_write",
-        "lightning_indexer", "sparse_attention",
+        "lightning_indexer", "moe_experts", "moe_experts", "moe_experts", "sparse_attention",
     ]  # fmt: skip
     assert report.launches["after"] < report.launches["before"]
 

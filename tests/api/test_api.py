@@ -147,8 +147,8 @@ def test_report_and_explain(compiled: kimigraph.Compiled) -> None:
     report = compiled.report()
     assert (report.source, report.target, report.cache["status"]) == ("Model", "cpu:reference", "miss")
     assert [entry["rule"] for entry in report.fusions] == [
-        "raise-kda", "raise-attention-residual", "raise-cache-writes", "raise-norms", "fuse-lightning-indexer",
-        "fuse-sparse-attention", "fuse-indexer-attention", "merge-horizontal", "fuse-pointwise",
+        "raise-kda", "raise-attention-residual", "raise-cache-writes", "raise-norms", "raise-moe",
+        "fuse-lightning-indexer", "fuse-sparse-attention", "fuse-indexer-attention", "merge-horizontal", "fuse-pointwise",
     ]  # fmt: skip
     assert "came near" in compiled.explain("fuse-sparse-attention")
     with pytest.raises(UsageError, match="fuse-nothing left no remark"):
@@ -249,6 +249,7 @@ def test_a_model_of_the_package_is_optimized_like_any_other(kimi: str) -> None:
     assert counts == {
         "raise-kda": 1,
         "raise-attention-residual": 4,
+        "raise-moe": 1,
         "raise-cache-writes": 0,
         "fuse-lightning-indexer": 1,
         "fuse-sparse-attention": 1,

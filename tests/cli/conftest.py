@@ -47,8 +47,9 @@ class Recorder:
         inputs: Path | None,
         repeat: int,
         watch: Callable[[int, int], None],
+        cuda_graph: bool,
     ) -> dict[str, Any]:
-        self.calls.append((directory, weights, inputs, repeat))
+        self.calls.append((directory, weights, inputs, repeat, cuda_graph))
         self.speak()
         return self.result
 

@@ -18,7 +18,8 @@ def test_without_a_gpu_the_remedy_is_named(cli: Any, subject: str) -> None:
     [
         (
             ("attention",),
-            "nothing to bench is called 'attention': choose attnres, dsa, kda, li, pointwise, prolog, sfa",
+            "nothing to bench is called 'attention': choose attnres, dsa, kda, li, moe, pointwise, prolog, "
+            "quantize, sfa",
         ),
         (("li", "--only", "flash_mla"), "--only flash_mla: choose deep_gemm"),
         (("sfa", "--only", "fla"), "--only fla: choose flash_mla"),

@@ -21,8 +21,10 @@ def artifact(tmp_path: Path) -> Path:
 
 def test_options_reach_the_runtime(cli: Any, compiler: Any, artifact: Path) -> None:
     compiler.result = RESULT
-    done = cli("run", artifact, "--weights", "w", "--inputs", "i.safetensors", "--repeat", "3", "--json")
-    assert compiler.calls == [(artifact, Path("w"), Path("i.safetensors"), 3)]
+    done = cli(
+        "run", artifact, "--weights", "w", "--inputs", "i.safetensors", "--repeat", "3", "--cuda-graph", "--json"
+    )
+    assert compiler.calls == [(artifact, Path("w"), Path("i.safetensors"), 3, True)]
     assert json.loads(done.stdout) == RESULT
 
 

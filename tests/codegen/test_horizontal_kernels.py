@@ -51,9 +51,7 @@ def products(rows: int, depth: int, columns: int, wide: int) -> GraphModule:
 def tiny() -> CapturedProgram:
     """A decode step of the example with all merging: three KDA layers and a DSA layer."""
     overrides = (("num_hidden_layers", "4"),)
-    config = CompileConfig(
-        target="cuda:sm_90", batch=2, context=64, dtype="bfloat16", cache="off", overrides=overrides, opt_level=3
-    )
+    config = CompileConfig(target="cuda:sm_90", batch=2, context=64, dtype="bfloat16", cache="off", overrides=overrides)
     program = capture(load_source(EXAMPLE, config), config)
     run_pipeline(program, default_pipeline(config), PassContext(config))
     return program

@@ -150,6 +150,25 @@ def residual(tokens, sources, op="attention_residual"):
     return KernelRequest(op, tensors, {"eps": 1e-5, "out_eps": 1e-5}, "cuda:sm_90")
 
 
+def experts(tokens, follows=True, target="cuda:sm_90") -> KernelRequest:
+    """Routed experts of Kimi K3.1; what follows them only for a few tokens."""
+    width, inner, outer, count = 1152, 1024, 2304, 256
+    tensors: dict[str, TensorSpec | None] = {
+        "x": tensor(tokens, width),
+        "logits": tensor(tokens, count, dtype="float32"),
+        "bias": tensor(count, dtype="float32"),
+        "gate_up": tensor(count, 2 * inner, width),
+        "down": tensor(count, width, inner),
+    }
+    behind = {"norm_weight": tensor(width), "up": tensor(outer, width), "shared_down": tensor(outer, inner)}
+    behind |= {name: tensor(tokens, inner) for name in ("shared_gate", "shared_up")}
+    order = ("norm_weight", "up", "shared_gate", "shared_up", "shared_down")
+    tensors |= {name: behind[name] if follows else None for name in order}
+    attributes = {"picks": 8, "renormalize": True, "scale": 1.0, "groups": 1, "group_picks": 1}
+    attributes |= {"activation": "situ", "beta": 4.0, "linear_beta": 25.0, "limit": None, "eps": 1e-5}
+    return KernelRequest("moe_experts", tensors, attributes, target)
+
+
 REQUESTS = {
     "indexer": indexer(),
     "indexer_paged": indexer(paged=True),
@@ -191,6 +210,10 @@ REQUESTS = {
     "residual_history": residual(64, 8, op="attention_residual_history"),
     "residual_merge": residual(64, 1, op="attention_residual_merge"),
     "short_conv": convolution(),
+    "experts_b1": experts(1),
+    "experts_b8": experts(8),
+    "experts_b64": experts(64, follows=False),
+    "experts_prompt": experts(8192, follows=False),
 }
 
 
@@ -382,6 +405,14 @@ def test_products_of_the_scan_overlap(built, name):
     lines = instructions(built, name, "scan_chunks").splitlines()
     waits = [line for line in lines if "WARPGROUP.DEPBAR" in line]
     assert 0 < len(waits) < sum("HGMMA" in line for line in lines) / 2
+
+
+@pytest.mark.parametrize("name", ["experts_b64", "experts_prompt"])
+def test_experts_of_many_tokens_use_warp_group_products(built, name):
+    for function in ("open_groups", "close_groups"):
+        text = instructions(built, name, function)
+        assert "HGMMA" in text and "HMMA.16816" not in text
+        assert usage(built, name, function)["shared_memory"] <= 227 * 1024
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)

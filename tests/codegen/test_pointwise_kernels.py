@@ -28,7 +28,9 @@ from kimigraph.passes import PassContext, Pipeline, default_pipeline, run_pipeli
 GOLDEN = Path(__file__).with_name("pointwise_kernels.py.expected")
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "k31_tiny")
 REGISTERS = 64
-"""What a thread of any generated kernel may use: four warps of each of eight programs fit on a multiprocessor."""
+"""What a thread of a generated kernel may use: four warps of each of eight programs fit on a multiprocessor."""
+PRODUCT_REGISTERS = 128
+"""What it may use where products are in the kernel: four such programs fit."""
 
 
 def norm(linear: Tensor, weight: Tensor) -> Tensor:
@@ -128,30 +130,41 @@ def test_each_chain_is_one_kernel_without_spills(artifact_directory: Path) -> No
         assert sorted(facts["divisible"]) == sorted(facts["arguments"]), name
 
 
-@pytest.fixture(scope="module")
-def tiny() -> CapturedProgram:
+def optimized(level: int, batch: int) -> CapturedProgram:
     """A decode step of the example, three KDA layers and a DSA layer, with regions; they stay apart."""
     overrides = (("num_hidden_layers", "4"),)
-    config = CompileConfig(target="cuda:sm_90", batch=2, context=64, dtype="bfloat16", cache="off", overrides=overrides)
+    config = CompileConfig(
+        *("cuda:sm_90", level), batch=batch, context=64, dtype="bfloat16", cache="off", overrides=overrides
+    )
     program = capture(load_source(EXAMPLE, config), config)
     run_pipeline(program, default_pipeline(config).without(("merge-regions",)), PassContext(config))
     return program
 
 
+@pytest.fixture(scope="module")
+def tiny() -> CapturedProgram:
+    """As most compile it."""
+    return optimized(2, 2)
+
+
+@pytest.mark.parametrize(("level", "batch"), [(2, 2), (3, 1)])
 def test_every_kernel_of_the_example_compiles_within_the_budget(
-    tiny: CapturedProgram, artifact_directory: Path
+    level: int, batch: int, artifact_directory: Path
 ) -> None:
-    build_artifact(tiny, "cuda:sm_90", artifact_directory, self_test=False)
+    build_artifact(optimized(level, batch), "cuda:sm_90", artifact_directory, self_test=False)
     found = resources(artifact_directory)
-    assert len(found) > 10
+    assert len(found) > 6
     for name, facts in found.items():
-        assert facts["registers"] <= REGISTERS and facts["stack_bytes"] == 0, name
+        source = (artifact_directory / "kernels" / name.split(".")[0]).with_suffix(".py").read_text()
+        most = PRODUCT_REGISTERS if "COLUMN_STEP" in source else REGISTERS
+        assert facts["registers"] <= most and facts["stack_bytes"] == 0, name
 
 
 def test_equal_layers_share_a_kernel(tiny: CapturedProgram) -> None:
-    files = [file for file in build_kernels(tiny.graph_module.graph, "cuda").files if file.name.startswith("pointwise")]
+    built = build_kernels(tiny.graph_module.graph, "cuda").files
+    files = [file for file in built if file.name.startswith(("pointwise", "horizontal"))]
     shared = [file for file in files if len(file.nodes) > 1]
-    assert len(files) < 0.7 * sum(len(file.nodes) for file in files)
+    assert len(files) < 0.8 * sum(len(file.nodes) for file in files)
     header = ast.get_docstring(ast.parse(shared[0].text())) or ""
     assert all(node.name in header for node in shared[0].nodes)
     assert all(name in header for name in shared[0].nodes[1].meta["replaces"])

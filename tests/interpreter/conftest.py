@@ -36,7 +36,8 @@ class PoisonedTorch:
 
     def empty(self, *arguments: Any, **options: Any) -> torch.Tensor:
         tensor = torch.empty(*arguments, **options)
-        return tensor.fill_(torch.nan if tensor.is_floating_point() else self.bits)
+        bits = self.bits & 0xFF if tensor.dtype == torch.uint8 else self.bits
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else bits)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 Build = Callable[..., CapturedProgram]
 _ROUNDINGS = ("rceil", "floor")
+_SCALES = ("power2", "amax")
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +103,8 @@ def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return (cache(width), rows, positions), pages
         rope_cache, rope_rows = (cache(rope), new(batch, tokens, rope)) if seed % 2 else (None, None)
         return (cache(width), rope_cache, rows, rope_rows, positions), pages
+    if name == "moe_experts":
+        return _experts_example(new, seed)
     if name == "rms_norm":
         x, residual = new(batch, tokens, width), new(batch, tokens, width) if seed % 3 else None
         return (x, new(width) if seed % 4 else None, residual), {"eps": 1e-3, "rounds_first": seed % 5 == 0}
@@ -110,6 +113,8 @@ def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
             "group": (32, width, 3)[seed % 3],
             "rounding": _ROUNDINGS[seed % 2],
         }
+    if name == "fp8_quantize":
+        return (new(batch, tokens, heads, width),), {"tile": (32, width, 3)[seed % 3], "scales": _SCALES[seed % 2]}
     if name == "short_conv":
         state = new(batch, width, taps - 1 + seed % 2) if seed % 4 else None
         weight = new(width, 1, taps) if seed % 2 else new(width, taps)
@@ -135,6 +140,21 @@ def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     gates = (new(heads * width), torch.rand(1, 1, heads, 1), new(batch, tokens, heads))
     bound = -5.0 if seed % 2 else None
     return (*operands, *gates, state, *last), {"scale": 0.5, "lower_bound": bound, "state_layout": layout}
+
+
+def _experts_example(new: Callable[..., torch.Tensor], seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Every optional operand given and left out, one group of experts and several."""
+    tokens, width, inner, outer, experts = 1 + seed % 3, 6, 4 + seed % 2, 10, (6, 8)[seed % 2]
+    logits, bias = new(tokens, experts, dtype=torch.float32), new(experts, dtype=torch.float32)
+    operands = [new(tokens, width), logits, bias if seed % 3 else None]
+    operands += [new(experts, 2 * inner, width), new(experts, width, inner)]
+    latent = seed % 4 != 0
+    operands += [new(width) if latent and seed % 5 else None, new(outer, width) if latent else None]
+    if seed % 3 != 1:
+        operands += [new(tokens, 7), new(tokens, 7), new(outer if latent else width, 7)]
+    groups = {"groups": 2, "group_picks": 1} if seed % 2 else {}
+    activation = {"activation": "situ", "beta": 4.0, "linear_beta": 25.0} if seed % 2 else {"limit": 2.0}
+    return tuple(operands), {"picks": 2, "renormalize": seed % 3 > 0, "scale": 1.5, **groups, **activation}
 
 
 def _residual_example(

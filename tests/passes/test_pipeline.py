@@ -20,11 +20,14 @@ FUSING = [
     "raise-attention-residual",
     "raise-cache-writes",
     "raise-norms",
+    "raise-moe",
     "fuse-lightning-indexer",
     "fuse-sparse-attention",
     "fuse-indexer-attention",
+    "insert-quantization",
 ]
-ALL = [*FUSING, "merge-horizontal", "fuse-pointwise"]
+MERGING = [*FUSING, "merge-horizontal", "fuse-pointwise", "merge-regions"]
+ALL = [*MERGING, "assign-streams", "verify-schedule"]
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def test_options_are_described_for_help() -> None:
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_level_runs_its_passes_in_order(level: int) -> None:
     pipeline = default_pipeline(CompileConfig(opt_level=level))
-    assert pipeline.names == {1: FUSING, 2: ALL, 3: [*ALL, "merge-regions"]}[level]
+    assert pipeline.names == {1: [*FUSING, "verify-schedule"], 2: ALL, 3: ALL}[level]
     assert Pipeline.parse(str(pipeline)) == pipeline
 
 
@@ -154,6 +157,13 @@ def test_given_passes_win_over_the_level_and_other_flags_apply_to_them() -> None
     config = CompileConfig(passes="raise-kda,canonicalize,raise-kda", disabled_passes=("raise-kda",))
     assert default_pipeline(config).names == ["canonicalize"]
     assert default_pipeline(CompileConfig(passes="")) == Pipeline()
+
+
+def test_a_given_schedule_is_verified() -> None:
+    config = CompileConfig(passes="assign-streams{force=true},canonicalize")
+    assert default_pipeline(config).names == ["assign-streams", "canonicalize", "verify-schedule"]
+    config = CompileConfig(passes="verify-schedule,assign-streams", disabled_passes=("verify-schedule",))
+    assert default_pipeline(config).names == ["assign-streams"]
 
 
 def test_stop_after_truncates() -> None:
@@ -188,7 +198,7 @@ def test_an_unknown_level_is_refused() -> None:
 
 def test_every_registered_pass_has_name_summary_and_docstring() -> None:
     passes = registered_passes()
-    assert list(passes)[: len(ALL)] == ALL
+    assert list(passes)[: len(MERGING)] == MERGING
     assert [name for name, item in passes.items() if item.name != name or not item.summary or not item.__doc__] == []
 
 

@@ -1,8 +1,8 @@
 # pyright: basic
 # Reason: the operator is only known to torch after its library is loaded.
-"""vLLM's ``fused_kda_decode``: convolution to gated norm in one launch."""
+"""vLLM's ``fused_kda_decode``: convolution to gated norm in one launch; its attention residual and group quantiser."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,3 +56,16 @@ def residual(given: Sequence[dict[str, Any]], eps: float) -> list[Prepared]:
         return call
 
     return [prepare(one) for one in given]
+
+
+def group_quantiser(group: int, least: float, power2: bool) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """``per_token_group_fp8_quant`` as a function of [T, D]: codes and fp32 scales, allocated as ours are."""
+    load("_C_stable_libtorch")
+
+    def quantise(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+        scales = torch.empty(len(x), x.shape[-1] // group, device=x.device)
+        torch.ops._C.per_token_group_fp8_quant(x, codes, scales, group, least, -448.0, 448.0, power2, False, False)
+        return codes, scales
+
+    return quantise

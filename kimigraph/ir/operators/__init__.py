@@ -10,6 +10,7 @@ from kimigraph.ir.operators import (
     attention_residual,
     attention_residual_history,
     attention_residual_merge,
+    fp8_quantize,
     index_key_write,
     kda_decode,
     kda_prefill,
@@ -17,6 +18,7 @@ from kimigraph.ir.operators import (
     latent_attention,
     latent_write,
     lightning_indexer,
+    moe_experts,
     mxfp8_quantize,
     rms_norm,
     short_conv,
@@ -41,6 +43,8 @@ OPERATORS: dict[str, Operator] = {
         latent_write,
         index_key_write,
         mxfp8_quantize,
+        fp8_quantize,
+        moe_experts,
     )
 }
 """Every semantic operator by its bare name."""

@@ -4,12 +4,14 @@
 
 Shapes: ``keys`` [B, T, D], mutated, or pages [P, page, D] with ``block_table`` int32 [B, N] (position p lives in row
 p % page of page block_table[b, p // page]); ``values`` [B, S, D]; ``positions`` integer [B, S], distinct within a
-sequence, below 0 = skip the row. Values are converted to the cache's type; bytes, uint8 [., ., D + 4], take them
+sequence, below 0 = skip the row. Values are converted to the cache's type; bytes, uint8 [., ., D + scales], take them
 under a quantised ``descriptor``. Returns nothing.
 
 Before that, in fp32 with one rounding at the end: with ``norm_weight`` [D] (and ``norm_bias`` [D]) a layer norm of
 ``norm_eps``; with a ``rope_style`` the first R dims turn by ``cos`` and ``sin`` [B, S, R / 2]: half_split in pairs
-(i, i + R / 2), interleaved in pairs (2i, 2i + 1), deinterleaved in those, put to i and i + R / 2.
+(i, i + R / 2), interleaved in pairs (2i, 2i + 1), deinterleaved in those, put to i and i + R / 2; where the descriptor
+says so (``rotation`` hadamard) the row is then turned as a whole, times the Hadamard matrix in Sylvester's order over
+sqrt(D), summed in fp64 and rounded to fp32.
 
 Source: the cache update of DeepSeek-V3.2-Exp's indexer. Errors: IndexError, with nothing written, for a position beyond
 the capacity or on an unmapped page (table entry below 0), which kernels skip; the fake implementation raises ValueError

@@ -6,7 +6,11 @@ Shapes: ``q`` [B, S, H, D]; ``keys`` [B, T, D], or pages [P, page, D] with ``blo
 entries below 0 are unmapped pages (their keys are never visible); ``weights`` [B, S, H], any sign; ``lengths`` integer,
 [] or [B]: keys visible to row 0 (row s sees ``lengths + s``, at most T); ``mask`` bool, expandable to [B, S, T], True =
 visible. With neither, every key is visible. Floating types of any width; sums are fp32. ``scale`` > 0. Keys may be
-bytes, uint8 [., ., D + 4], under a quantised ``descriptor``.
+bytes, uint8 [., ., row], under a quantised ``descriptor``. Where that has groups (MXFP8) ``q`` may be bytes as well,
+E4M3 with ``q_scales`` uint8 [B, S, H, ceil(D / group)], E8M0. Scales of groups stand inside the sum under the ReLU, so
+neither side's can be taken out of it as those of whole keys can:
+
+    dot(q[b, s, h], keys[b, t]) = sum_g 2^(q_scales[b, s, h, g] + key_scales[b, t, g] - 254) dot over group g of E4M3
 
 Returns int32 [B, S, k]: the set of the first min(k, visible) keys under (score descending, index ascending; -0 as +0;
 NaN as -inf), listed in ascending index, then -1. With a block table the ids are logical positions; with ``rows`` they
@@ -19,7 +23,7 @@ for shapes that do not fit, a scale that is not positive and a negative k.
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
-from kimigraph.ir.operators.shapes import cache, capacity, check, check_integer, check_table, key_row
+from kimigraph.ir.operators.shapes import cache, capacity, check, check_groups, check_integer, check_table, key_row
 from kimigraph.ir.reference.lightning_indexer import lightning_indexer
 
 
@@ -33,6 +37,7 @@ def _fake(
     k: int,
     scale: float,
     block_table: torch.Tensor | None = None,
+    q_scales: torch.Tensor | None = None,
     rows: bool = False,
     descriptor: str = "",
 ) -> torch.Tensor:
@@ -40,6 +45,7 @@ def _fake(
     sizes = check(name, q=(q, "B S H D"), weights=(weights, "B S H"))
     row = key_row(name, keys, q.shape[-1], descriptor)
     sizes |= check(name, q=(q, "B S H D"), keys=(keys, cache(block_table, row)))
+    check_groups(name, q, keys, q_scales, descriptor)
     check_table(name, block_table, sizes["B"])
     check_integer(name, lengths=lengths)
     if rows and block_table is None:
@@ -65,12 +71,15 @@ def _cost(
     k: int,
     scale: float,
     block_table: torch.Tensor | None = None,
+    q_scales: torch.Tensor | None = None,
     rows: bool = False,
     descriptor: str = "",
 ) -> Cost:
     batch, tokens, heads, width = q.shape
     total = capacity(keys, block_table)
-    read = batch * total * keys.shape[-1] * keys.element_size() + nbytes(q, weights, lengths, mask, block_table)
+    read = batch * total * keys.shape[-1] * keys.element_size() + nbytes(
+        q, weights, lengths, mask, block_table, q_scales
+    )
     written = batch * tokens * k * 4
     return Cost(bytes=read + written, flops=batch * tokens * total * heads * (2 * width + 2))
 
@@ -80,7 +89,7 @@ OPERATOR = register(
         name="lightning_indexer",
         signature=(
             "(Tensor q, Tensor keys, Tensor weights, Tensor? lengths=None, Tensor? mask=None, *, int k, float scale,"
-            ' Tensor? block_table=None, bool rows=False, str descriptor="") -> Tensor'
+            ' Tensor? block_table=None, Tensor? q_scales=None, bool rows=False, str descriptor="") -> Tensor'
         ),
         summary="score the index keys, weigh the heads, list the top k",
         documentation=__doc__,

@@ -12,6 +12,9 @@ of E4M3 (fn), and ``scales`` uint8 [..., ceil(D / group)], E8M0: byte b is 2^(b 
 bits of amax, no logarithm taken. Exponents stop at -127: a group of zeros has byte 0 and keeps its zeros with their
 signs; groups so small that the scale stops there are scaled by 2^127 and keep what E4M3 keeps of them.
 
+With ``rotate`` the rows are turned first: times the Hadamard matrix in Sylvester's order over sqrt(D), D a power of
+two, summed in fp64 and rounded to fp32 once.
+
 A NaN in a group makes its scale 255 and all its elements NaN (0x7F). Infinities, which MX leaves to implementations,
 saturate: the scale is 254 under rceil and 247 under floor, and read back in fp32 they are infinite again; finite
 values beside them mostly vanish. Values near the largest of fp32 may round up to infinity when read back.
@@ -23,26 +26,33 @@ a rounding other than these.
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
+from kimigraph.ir.operators.shapes import check_power_of_two
 from kimigraph.ir.reference.mxfp8_quantize import mxfp8_group_count, mxfp8_quantize
 
 _NAME = "mxfp8_quantize"
 
 
-def _fake(x: torch.Tensor, *, group: int = 32, rounding: str = "rceil") -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(
+    x: torch.Tensor, *, group: int = 32, rounding: str = "rceil", rotate: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     count = mxfp8_group_count(x, group, rounding)
+    check_power_of_two(_NAME, x.shape[-1], rotate)
     scales = x.new_empty((*x.shape[:-1], count), dtype=torch.uint8)
     return x.new_empty(x.shape, dtype=torch.uint8), scales
 
 
-def _cost(x: torch.Tensor, *, group: int = 32, rounding: str = "rceil") -> Cost:
+def _cost(x: torch.Tensor, *, group: int = 32, rounding: str = "rceil", rotate: bool = False) -> Cost:
     written = x.numel() + x.shape[:-1].numel() * mxfp8_group_count(x, group, rounding)
-    return Cost(bytes=nbytes(x) + written, flops=3 * x.numel())
+    turning = x.numel() * x.shape[-1].bit_length() if rotate else 0
+    return Cost(bytes=nbytes(x) + written, flops=3 * x.numel() + turning)
 
 
 OPERATOR = register(
     Operator(
         name=_NAME,
-        signature='(Tensor x, *, int group=32, str rounding="rceil") -> (Tensor bytes, Tensor scales)',
+        signature=(
+            '(Tensor x, *, int group=32, str rounding="rceil", bool rotate=False) -> (Tensor bytes, Tensor scales)'
+        ),
         summary="MXFP8: E4M3 elements under a power of two for each group",
         documentation=__doc__,
         reference=mxfp8_quantize,

@@ -102,6 +102,24 @@ def key_row(operator: str, keys: torch.Tensor, width: int, descriptor: str) -> s
     return str(packed.row)
 
 
+def check_groups(
+    operator: str, q: torch.Tensor, keys: torch.Tensor, q_scales: torch.Tensor | None, descriptor: str
+) -> None:
+    """Raise ValueError unless queries in groups meet keys in the same groups, and E4M3 queries keys under one scale."""
+    packed = parse_descriptor(descriptor) if descriptor and keys.dtype == torch.uint8 else None
+    group = packed.group if isinstance(packed, IndexKeyDescriptor) else None
+    if q_scales is None:
+        if q.dtype == torch.uint8 or (q.dtype == torch.float8_e4m3fn and group is not None):
+            raise ValueError(f"{operator}: q is {q.dtype} without the q_scales that keys in groups of {group} ask for")
+        return
+    wanted = (*q.shape[:-1], -(-q.shape[-1] // (group or q.shape[-1])))
+    if group is None or q.dtype != torch.uint8 or q_scales.dtype != torch.uint8 or q_scales.shape != wanted:
+        raise ValueError(
+            f"{operator}: q is {q.dtype} with q_scales {q_scales.dtype} {list(q_scales.shape)}, want torch.uint8 both,"
+            f" scales {list(wanted)}, and keys in groups instead of {descriptor!r}"
+        )
+
+
 def latent_row(
     operator: str,
     latent: torch.Tensor,
@@ -124,6 +142,12 @@ def latent_row(
     if latent.dtype == torch.uint8:
         raise ValueError(f"{operator}: latent is bytes; want a descriptor of one buffer, not {descriptor!r}")
     return "L"
+
+
+def check_power_of_two(operator: str, width: int, rotate: bool) -> None:
+    """Raise ValueError for rows that are to be rotated and are not a power of two wide."""
+    if rotate and (width < 1 or width & (width - 1)):
+        raise ValueError(f"{operator}: a row of {width} elements has no Hadamard rotation, want a power of two")
 
 
 def check_sources(operator: str, sources: Sequence[torch.Tensor]) -> int:

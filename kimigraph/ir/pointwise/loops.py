@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from kimigraph.ir.pointwise import elementwise, places, reductions, writes
+from kimigraph.ir.pointwise import elementwise, places, products, reductions, writes
 from kimigraph.ir.pointwise.index import ZERO, Index, Remainder, Variable, evaluated, flattened, of, unflattened
 from kimigraph.ir.pointwise.reader import Reader
 from kimigraph.ir.pointwise.unfusable import Unfusable
-from kimigraph.ir.pointwise.values import COLUMN, REDUCTIONS, Load, Value, axes_of
+from kimigraph.ir.pointwise.values import COLUMN, PRODUCT, REDUCTIONS, Load, Value, axes_of
 from kimigraph.ir.pointwise.views import Position, is_index_map, shape_of
 from kimigraph.ir.purity import mutated_arguments, storage_root
 from kimigraph.ir.schemas import nodes_in
@@ -26,6 +26,9 @@ SHORTEST_TURN = 16
 
 LONGEST_ROW = 65536
 """A longer reduction wants several programs a row, which these loops do not have."""
+
+MOST_HELD = 8192
+"""Elements of prepared rows of products, padded to powers of two: a program holds all of them."""
 
 LONG_ROW, FEWEST_LONG_ROWS = 16384, 32
 """So does a long one where there are few rows."""
@@ -43,13 +46,29 @@ class Store:
 
 
 @dataclass(frozen=True)
+class Section:
+    """Results of products of one width: the variable that counts their columns, and what is stored for each."""
+
+    row: Variable
+    stores: tuple[Store, ...]
+
+
+@dataclass(frozen=True)
 class Loops:
-    """``rows`` elements, or with ``columns`` that many rows of so many; ``values`` in order, arguments first."""
+    """``rows`` elements, or with ``columns`` that many rows of so many; ``values`` in order, arguments first.
+
+    With products, ``depths`` are the variables that reductions run over, ``columns`` is the extent of the first of
+    them, and each row is stored ``lines`` times: a row is one column of the products' results, at all their rows.
+    Results of different widths have rows of their own: ``sections``, of which ``rows`` is the sum.
+    """
 
     rows: int
     columns: int | None
     stores: tuple[Store, ...]
     values: tuple[Value, ...]
+    depths: tuple[Variable, ...] = ()
+    lines: int = 1
+    sections: tuple[Section, ...] = ()
 
     @property
     def reduces(self) -> bool:
@@ -66,6 +85,11 @@ class Loops:
         """The outside tensors that are read or written, in order of first use."""
         read = [value.detail.buffer for value in self.loads]
         return list(dict.fromkeys([*read, *(store.buffer for store in self.stores if store.buffer is not None)]))
+
+    @property
+    def results(self) -> list[Node]:
+        """The nodes for whose results there are new tensors."""
+        return list(dict.fromkeys(store.node for store in self.stores if store.buffer is None))
 
 
 def is_known(node: Node) -> bool:
@@ -85,7 +109,10 @@ def lower(members: Sequence[Node], outputs: Collection[Node]) -> Loops:
     if not sinks:
         raise Unfusable("nothing of it is used", members[-1])
     source, dims = _reduction(members)
-    if source is None:
+    if any(map(products.is_product, members)):
+        reader = Reader(inside, {**RULES, **products.RULES}, several=True)
+        loops = _products(reader, sinks, [node for node in members if products.is_product(node)])
+    elif source is None:
         loops = _elements(Reader(inside, RULES), sinks)
         if any(_steps(value, ELEMENT) > 1 for value in loops.loads):
             with suppress(Unfusable):
@@ -187,6 +214,56 @@ def _rows(reader: Reader, sinks: Sequence[Node], shape: Sequence[int], dims: tup
     return Loops(rows, columns, tuple(stores), _needed(stores))
 
 
+def _products(reader: Reader, sinks: Sequence[Node], found: Sequence[Node]) -> Loops:
+    """Columns of products: what stands at a column is computed once for each row of the products."""
+    lines = products.lines_of(found[0])
+    if not 1 <= lines <= products.MOST_LINES:
+        raise Unfusable(f"it has {lines} rows, more than {products.MOST_LINES} or none", found[0])
+    odd = next((node for node in found if products.lines_of(node) != lines), None)
+    if odd is not None:
+        raise Unfusable("its products have different numbers of rows", odd)
+    groups: dict[int, list[Node]] = {}
+    for sink in sinks:
+        groups.setdefault(prod(writes.shape_of_sink(sink)), []).append(sink)
+    sections: list[Section] = []
+    for count, group in groups.items():
+        if not count or count % lines:
+            raise Unfusable("its results differ in size", group[0])
+        row = Variable(f"{ROW}_{len(sections)}" if sections else ROW, count // lines)
+        places = [of(row) + line * row.extent for line in range(lines)]
+        stores = [
+            _store(reader, sink, unflattened(place, writes.shape_of_sink(sink))) for place in places for sink in group
+        ]
+        sections.append(Section(row, tuple(stores)))
+    stores = tuple(store for section in sections for store in section.stores)
+    depths = tuple(reader.depths.values())
+    if not depths:
+        raise Unfusable("nothing of it is used", found[0])
+    rows = sum(section.row.extent for section in sections)
+    loops = Loops(rows, depths[0].extent, stores, _needed(stores), depths, lines, tuple(sections))
+    _check_products(loops, found)
+    return loops
+
+
+def _check_products(loops: Loops, found: Sequence[Node]) -> None:
+    """No element is computed twice, a weight is read once for all rows, and rows do not change along the columns."""
+    extents = {section.row.name: section.row.extent for section in loops.sections}
+    for node in found:
+        values = [value for value in loops.values if value.op == PRODUCT and value.node is node]
+        weights = {value.args[1].number for value in values}
+        if sum(prod(extents[axis] for axis in value.axes) for value in values) > prod(shape_of(node)):
+            raise Unfusable("elements of it would be computed more than once", node)
+        if len(values) != len(weights) * loops.lines:
+            raise Unfusable("its weight would be read once for each row", node)
+        if loops.lines > 1 and not products.has_own_rows(node) and any(v.args[0].axes & {*extents} for v in values):
+            raise Unfusable("its rows would be read once for each column", node)
+    prepared = {v.args[0].number: v.detail.extent for v in loops.values if v.op == PRODUCT and v.args[0].op != "load"}
+    if sum(1 << (extent - 1).bit_length() for extent in prepared.values()) > MOST_HELD:
+        raise Unfusable("what is done to its rows would not fit into registers", found[0])
+    if not prepared and len(loops.sections) > 1:
+        raise Unfusable("its results differ in size", loops.sections[1].stores[0].node)
+
+
 def _placed(
     reader: Reader,
     sink: Node,
@@ -275,8 +352,11 @@ def _check_writes(members: Sequence[Node], written: Sequence[Node]) -> None:
 
 def _check_addresses(loops: Loops) -> None:
     """What is read of a written tensor is what the same step overwrites."""
-    places = {store.buffer: store.address for store in loops.stores if store.buffer is not None}
+    places: dict[Node, set[Index]] = {}
+    for store in loops.stores:
+        if store.buffer is not None:
+            places.setdefault(store.buffer, set()).add(store.address)
     for value in loops.loads:
         load: Load = value.detail
-        if load.buffer in places and load.address != places[load.buffer]:
+        if load.buffer in places and load.address not in places[load.buffer]:
             raise Unfusable("an element is read that another step overwrites", load.buffer)

@@ -20,6 +20,7 @@ from kimigraph.ir.pointwise.values import (
     Values,
     axes_of,
     fetched_by,
+    is_column,
     simple_guard,
 )
 from kimigraph.ir.pointwise.views import Position, is_index_map, shape_of, through_view, view_source
@@ -42,12 +43,15 @@ Rule = Callable[["Reader", Node, Position, Guard], Value]
 class Reader:
     """Reads the values of ``members``; whatever else they use is loaded.
 
-    ``columns`` is the extent of the reduction that all reductions of the region share, None without one.
+    ``columns`` is the extent of the reduction that all reductions of the region share, None without one. With
+    ``several`` reductions may run over different extents, each along a variable of its own.
     """
 
     members: Collection[Node]
     rules: dict[Any, Rule]
     columns: int | None = None
+    several: bool = False
+    depths: dict[int, Variable] = field(default_factory=lambda: {})
     values: Values = field(default_factory=Values)
     _known: dict[tuple[Node, Position, Guard], Value] = field(default_factory=lambda: {})
 
@@ -94,6 +98,20 @@ class Reader:
         fetched = [*fetched_by(address), *(value for index, _, _ in kept for value in fetched_by(index))]
         return self.values.make("load", fetched, tensor.dtype, Load(node, address, kept), node)
 
+    @staticmethod
+    def axes(index: Index) -> frozenset[str]:
+        """The variables on which an index depends."""
+        return axes_of(index)
+
+    def column(self, node: Node, extent: int) -> Variable:
+        """The variable of a reduction over so many elements; Unfusable where the region's are over another number."""
+        if self.several:
+            name = f"{COLUMN}_{len(self.depths)}" if self.depths else COLUMN
+            return self.depths.setdefault(extent, Variable(name, extent))
+        if extent != self.columns:
+            raise Unfusable("its reduction is not over as many elements as the others", node)
+        return Variable(COLUMN, extent)
+
     def position(self, index: Index, dtype: torch.dtype = torch.int64) -> Value:
         """An index as a value."""
         index = expanded(index)
@@ -138,16 +156,16 @@ class Reader:
     ) -> Value:
         """``body`` reduced (``sum``, ``max``, ``min``) over ``dims`` of positions of the operand's rank."""
         sizes = [shape_of(self.source(node))[dim] for dim in dims]
-        if self.columns is None or prod(sizes) != self.columns:
-            raise Unfusable("its reduction is not over as many elements as the others", node)
+        variable = self.column(node, prod(sizes))
         fixed = [index for dim, index in enumerate(position) if dim not in dims]
-        if any(COLUMN in axes_of(index) for index in fixed) or any(COLUMN in axes_of(index) for index, _, _ in guard):
+        fixed += [index for index, _, _ in guard]
+        if any(is_column(axis) for index in fixed for axis in axes_of(index)):
             raise Unfusable("a reduction would be needed at every element of another", node)
-        along = iter(unflattened(of(Variable(COLUMN, self.columns)), sizes))
+        along = iter(unflattened(of(variable), sizes))
         value = body(tuple(next(along) if dim in dims else index for dim, index in enumerate(position)))
-        if COLUMN in value.axes:
-            return self.values.make(kind, (value,), held(value.dtype), self.columns)
-        return self.arithmetic.mul(value, self.columns) if kind == "sum" else value
+        if variable.name in value.axes:
+            return self.values.make(kind, (value,), held(value.dtype), variable)
+        return self.arithmetic.mul(value, variable.extent) if kind == "sum" else value
 
     @staticmethod
     def source(node: Node) -> Node:

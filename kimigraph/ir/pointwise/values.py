@@ -10,9 +10,14 @@ from torch.fx import Node
 from kimigraph.ir.pointwise.index import Fetched, Index, Variable, expanded
 
 COLUMN = "column"
-"""Name of the variable that a reduction runs over."""
+"""Name of the variable that a reduction runs over; where there are several, what their names begin with."""
 
-REDUCTIONS = ("sum", "max", "min")
+PRODUCT = "product"
+"""The sum of the products of two values along a variable."""
+
+REDUCTIONS = ("sum", "max", "min", PRODUCT)
+"""Operations along a variable, which is their ``detail``."""
+
 NARROW = (torch.bfloat16, torch.float16)
 """Types whose values are held as fp32 numbers that the type can hold."""
 
@@ -86,7 +91,7 @@ class Values:
         if key not in self._known:
             axes = frozenset[str]().union(*(value.axes for value in args), _axes(detail))
             if op in REDUCTIONS:
-                axes -= {COLUMN}
+                axes -= {detail.name}
             value = Value(len(self.all), op, tuple(args), dtype, detail, axes, node)
             self._known[key] = value
             self.all.append(value)
@@ -142,6 +147,11 @@ def axes_of(index: Index) -> frozenset[str]:
         elif isinstance(atom, Fetched):
             found |= atom.value.axes
     return frozenset(found)
+
+
+def is_column(axis: str) -> bool:
+    """Whether a variable is one that reductions run over."""
+    return axis.startswith(COLUMN)
 
 
 def fetched_by(index: Index) -> list[Value]:

@@ -4,6 +4,8 @@ import torch
 
 from kimigraph.ir.reference.e4m3 import from_e4m3, to_e4m3
 from kimigraph.ir.reference.groups import join_groups, split_groups
+from kimigraph.ir.reference.hadamard import hadamard_rotated
+from kimigraph.ir.reference.mxfp8_quantize import mxfp8_dequantize, mxfp8_quantize
 
 
 def descriptor_fields(descriptor: str) -> dict[str, str]:
@@ -33,17 +35,34 @@ def dequantise(bytes_: torch.Tensor, scales: torch.Tensor, tile: int) -> torch.T
     return join_groups(tiles * scales.unsqueeze(-1), bytes_.shape[-1])
 
 
-def index_key_planes(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 [P, page, W + 4] -> views: e4m3 bytes [P, page, W], and the bytes of the fp32 scales [P, page, 4]."""
-    page, width = pages.shape[1], pages.shape[2] - 4
+def index_key_planes(pages: torch.Tensor, descriptor: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 [P, page, row] -> views: e4m3 bytes [P, page, W], and the bytes of the scales [P, page, row - W].
+
+    Without a descriptor each key has one fp32 scale.
+    """
+    page, width = pages.shape[1], int(descriptor_fields(descriptor).get("width", pages.shape[2] - 4))
     flat = pages.view(pages.shape[0], -1)
-    return flat[:, : page * width].view(-1, page, width), flat[:, page * width :].view(-1, page, 4)
+    return flat[:, : page * width].view(-1, page, width), flat[:, page * width :].view(-1, page, pages.shape[2] - width)
 
 
-def read_index_keys(pages: torch.Tensor) -> torch.Tensor:
-    """uint8 [P, page, W + 4] -> fp32 [P, page, W]."""
-    values, scales = index_key_planes(pages)
+def read_index_keys(pages: torch.Tensor, descriptor: str = "") -> torch.Tensor:
+    """uint8 [P, page, row] -> fp32 [P, page, W]."""
+    values, scales = index_key_planes(pages, descriptor)
+    group = int(descriptor_fields(descriptor).get("group", 0))
+    if group:
+        return mxfp8_dequantize(values, scales, group=group)
     return dequantise(values, scales.contiguous().view(torch.float32), values.shape[-1])
+
+
+def index_key_bytes(values: torch.Tensor, descriptor: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """[.., W] -> what goes into the planes of ``index_key_planes``: uint8 [.., W] and [.., row - W]."""
+    fields = descriptor_fields(descriptor)
+    values = hadamard_rotated(values) if fields.get("rotation") == "hadamard" else values
+    group = int(fields.get("group", 0))
+    if group:
+        return mxfp8_quantize(values, group=group)
+    quantised, scales = quantise(values, values.shape[-1], fields["scales"])
+    return quantised.view(torch.uint8), scales.view(torch.uint8)
 
 
 def latent_columns(descriptor: str) -> tuple[slice, slice, slice]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from kimigraph.ir.reference.cache_bytes import descriptor_fields, index_key_planes, quantise
+from kimigraph.ir.reference.cache_bytes import index_key_bytes, index_key_planes
 from kimigraph.ir.reference.cache_places import cache_places
 from kimigraph.ir.reference.key_preparation import layer_normed, rotated
 
@@ -25,9 +25,8 @@ def index_key_write(
     sequence, token, block, row = cache_places("index_key_write", keys, positions, block_table)
     values = rotated(layer_normed(values, norm_weight, norm_bias, norm_eps), cos, sin, rope_style)
     if keys.dtype == torch.uint8:
-        planes = index_key_planes(keys)
-        parts = quantise(values[sequence, token], values.shape[-1], descriptor_fields(descriptor)["scales"])
-        for plane, part in zip(planes, parts, strict=True):
-            plane[block, row] = part.view(torch.uint8)
+        planes = index_key_planes(keys, descriptor)
+        for plane, part in zip(planes, index_key_bytes(values[sequence, token], descriptor), strict=True):
+            plane[block, row] = part
         return
     keys[block, row] = values[sequence, token].to(keys.dtype)

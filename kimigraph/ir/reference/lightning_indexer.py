@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from kimigraph.ir.reference.cache_bytes import read_index_keys
+from kimigraph.ir.reference.cache_bytes import descriptor_fields, read_index_keys
+from kimigraph.ir.reference.mxfp8_quantize import mxfp8_dequantize
 
 
 def lightning_indexer(
@@ -17,6 +18,7 @@ def lightning_indexer(
     k: int,
     scale: float,
     block_table: torch.Tensor | None = None,
+    q_scales: torch.Tensor | None = None,
     rows: bool = False,
     descriptor: str = "",
 ) -> torch.Tensor:
@@ -24,7 +26,9 @@ def lightning_indexer(
     batch, tokens, page = q.shape[0], q.shape[1], keys.shape[1]
     total = page if block_table is None else block_table.shape[1] * page
     if keys.dtype == torch.uint8:
-        keys = read_index_keys(keys)
+        keys = read_index_keys(keys, descriptor)
+    if q_scales is not None:
+        q = mxfp8_dequantize(q, q_scales, group=int(descriptor_fields(descriptor)["group"]))
     visible = torch.ones(batch, tokens, total, dtype=torch.bool, device=q.device)
     if block_table is not None:
         keys = keys[block_table.clamp_min(0).long()].flatten(1, 2)

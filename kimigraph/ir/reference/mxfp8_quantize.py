@@ -5,11 +5,15 @@ import torch
 from kimigraph.ir.reference.e4m3 import from_e4m3, to_e4m3
 from kimigraph.ir.reference.e8m0 import e8m0_scales, from_e8m0, inverse_e8m0
 from kimigraph.ir.reference.groups import join_groups, split_groups
+from kimigraph.ir.reference.hadamard import hadamard_rotated
 
 
-def mxfp8_quantize(x: torch.Tensor, *, group: int = 32, rounding: str = "rceil") -> tuple[torch.Tensor, torch.Tensor]:
+def mxfp8_quantize(
+    x: torch.Tensor, *, group: int = 32, rounding: str = "rceil", rotate: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``kimigraph.ir.operators.mxfp8_quantize``: values times the inverse scale in fp32, rounded once."""
     mxfp8_group_count(x, group, rounding)
+    x = hadamard_rotated(x) if rotate else x
     groups = split_groups(x.float().clone(memory_format=torch.contiguous_format), group)
     scales = e8m0_scales(groups, rounding)
     # A NaN scale makes every element of its group NaN: a reader that forgets the scale cannot take them for numbers.

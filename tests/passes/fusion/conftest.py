@@ -77,6 +77,13 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "index_topk": 8,
     },
 }
+DOCUMENTS["kimi_linear"] = {
+    **{name: value for name, value in MLA.items() if not name.startswith(("index_", "q_lora"))},
+    "model_type": "kimi_linear",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+}
 DOCUMENTS["kimi_k31"]["linear_attn_config"] |= {"full_attn_layers": [2], "kda_layers": [1]}
 
 

@@ -18,8 +18,9 @@ COUNTS = {
     "deepseek_v32": {"lightning_indexer": 2, "sparse_attention": 2},
     "glm5_next": {"lightning_indexer": 1, "sparse_attention": 1, "kda_decode": 1},
     "kimi_k31": {"lightning_indexer": 1, "sparse_attention": 1, "kda_decode": 1},
+    "kimi_linear": {"latent_attention": 1, "kda_decode": 1},
 }
-ROUTING = {"deepseek_v32": (3, 1), "glm5_next": (3, 1), "kimi_k31": (1, 0)}
+ROUTING = {"deepseek_v32": (3, 1), "glm5_next": (3, 1), "kimi_k31": (1, 0), "kimi_linear": (3, 1)}
 """top-k and scatter nodes of the expert routers, which stay."""
 
 CASES = [
@@ -28,6 +29,8 @@ CASES = [
     ("glm5_next", "sdpa"),
     ("glm5_next", "eager"),
     ("kimi_k31", "eager"),
+    ("kimi_linear", "sdpa"),
+    ("kimi_linear", "eager"),
 ]
 
 
@@ -51,7 +54,7 @@ def test_every_site_is_fused_and_nothing_else_changes(model: str, attention: str
     assert fused.error() < 1e-5
 
 
-@pytest.mark.parametrize("model", ["glm5_next", "kimi_k31"])
+@pytest.mark.parametrize("model", ["glm5_next", "kimi_k31", "kimi_linear"])
 def test_marks_change_nothing_in_decode(model: str, step: MakeStep) -> None:
     fused = step(model, "eager", marks=False)
     fused.fuse()

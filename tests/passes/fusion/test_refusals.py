@@ -216,12 +216,37 @@ def further_condition(step: Any) -> Node:
     return window
 
 
-def no_selection(step: Any) -> Node:
+def unselected(step: Any, change: Callable[[Node, Node], Node]) -> Node:
+    """Mask the attention by ``change(place, the indexer's mask)`` instead of the picks."""
     fill = attention_mask(step)
-    visible = nodes(step, ATEN.le.Tensor)[0]
-    hidden = add(step, fill, ATEN.bitwise_not.default, add(step, fill, ATEN.unsqueeze.default, visible, 1))
+    shown = change(fill, nodes(step, ATEN.le.Tensor)[0])
+    hidden = add(step, fill, ATEN.bitwise_not.default, add(step, fill, ATEN.unsqueeze.default, shown, 1))
     fill.args = (fill.args[0], hidden, fill.args[2])
-    return softmax_of(step)
+    return shown
+
+
+def two_masks_and_no_selection(step: Any) -> Node:
+    def both(fill: Node, visible: Node) -> Node:
+        positions = visible.args[0]
+        return add(step, fill, ATEN.__and__.Tensor, visible, add(step, fill, ATEN.ge.Scalar, positions, 3))
+
+    return unselected(step, both).args[1]
+
+
+def pairs_of_keys_and_no_selection(step: Any) -> Node:
+    def doubled(fill: Node, visible: Node) -> Node:
+        positions, limit = visible.args
+        return add(step, fill, ATEN.le.Tensor, add(step, fill, ATEN.mul.Tensor, positions, 2), limit)
+
+    return unselected(step, doubled)
+
+
+def test_an_attention_over_all_keys_is_fused_for_few_queries(kimi: Any) -> None:
+    unselected(kimi, lambda fill, visible: visible)
+    remarks = apply(kimi, FuseSparseAttention())
+    assert [remark.kind for remark in remarks] == ["passed"] and kimi.fused() == {"latent_attention": 1}
+    lengths = kimi.operator("latent_attention").args[4]
+    assert lengths.target is ATEN.add.Tensor and lengths.args[1] == 1
 
 
 def mask_per_head(step: Any) -> Node:
@@ -273,7 +298,8 @@ def _ancestors(node: Node, depth: int = 4) -> set[Node]:
     ("edit", "reason"),
     [
         (further_condition, "the attention has a mask that the indexer has not"),
-        (no_selection, "dense latent attention has no operator yet"),
+        (two_masks_and_no_selection, "attention over all keys has masks besides a length"),
+        (pairs_of_keys_and_no_selection, "the smaller side of the mask is not a key position"),
         (mask_per_head, "the mask differs from head to head"),
         (weights_used_elsewhere, "used 2 times"),
         (latent_written_between, "is written between its use and matmul"),

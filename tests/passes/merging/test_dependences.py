@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kimigraph.passes.algebra.dependences import Dependences, make_neighbours
+from kimigraph.ir.dependences import Dependences
+from kimigraph.passes.algebra.dependences import make_neighbours
 
 ATEN = torch.ops.aten
 INPUTS = 3

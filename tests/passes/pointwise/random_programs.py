@@ -83,9 +83,10 @@ MOVING: dict[str, Operation] = {
     "put": lambda a, b, g: torch.select_scatter(a, b[0].to(a.dtype), 0, 1),
     "split": lambda a, b, g: torch.cat([part * (n + 1) for n, part in enumerate(a.split(2, 1))], 1),
 }
+# Eager refuses to write a turned view of the target into it, so operands are made anew.
 WRITING: dict[str, Operation] = {
-    "copy": lambda a, b, g: a.copy_(b),
-    "add": lambda a, b, g: a.add_(b),
+    "copy": lambda a, b, g: a.copy_(b * 1),
+    "add": lambda a, b, g: a.add_(b * 1),
     "decay": lambda a, b, g: a.mul_(0.5),
     "part": lambda a, b, g: a[:, 1:].copy_(b[:, 1:]).sum(-1, keepdim=True) + b,
     "row": lambda a, b, g: a[1].fill_(0.5).expand(b.shape) * b,

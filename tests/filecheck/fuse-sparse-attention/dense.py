@@ -1,5 +1,5 @@
-# RUN: python -m kimigraph.tools.opt %s --passes fuse-sparse-attention --remarks | filecheck --match-full-lines %s
-"""No picks, all keys: there is no operator for that."""
+# RUN: python -m kimigraph.tools.opt %s --passes fuse-sparse-attention | filecheck --match-full-lines %s
+"""No picks: a causal length over all keys becomes latent_attention."""
 
 import torch
 
@@ -28,7 +28,9 @@ def step(q, latent, rope, kv_b, index_q, index_keys, index_weights, lengths):
     linear = torch.ops.aten.linear.default(latent, kv_b)  # float32[2, 16, 22]
     view_1 = torch.ops.aten.view.default(linear, [2, 16, 2, 11])  # float32[2, 16, 2, 11]
     transpose = torch.ops.aten.transpose.int(view_1, 1, 2)  # float32[2, 2, 16, 11]
-    split_with_sizes = torch.ops.aten.split_with_sizes.default(transpose, [6, 5], -1)  # (float32[2, 2, 16, 6], float32[2, 2, 16, 5])
+    split_with_sizes = torch.ops.aten.split_with_sizes.default(
+        transpose, [6, 5], -1
+    )  # (float32[2, 2, 16, 6], float32[2, 2, 16, 5])
     getitem = split_with_sizes[0]  # float32[2, 2, 16, 6]
     getitem_1 = split_with_sizes[1]  # float32[2, 2, 16, 5]
     transpose_1 = torch.ops.aten.transpose.int(getitem, -1, -2)  # float32[2, 2, 6, 16]
@@ -47,22 +49,21 @@ if __name__ == "__main__":
 
 # CHECK-LABEL: def step(q, latent, rope, kv_b, index_q, index_keys, index_weights, lengths):
 # CHECK-NEXT:     """One step; caches change in place."""
-# CHECK-NEXT:     arange = torch.ops.aten.arange.default(16, device=torch.device("cpu"), pin_memory=False)  # int64[16]
-# CHECK-NEXT:     view = torch.ops.aten.view.default(lengths, [2, 1, 1])  # int32[2, 1, 1]
-# CHECK-NEXT:     le = torch.ops.aten.le.Tensor(arange, view); del arange, view  # bool[2, 1, 16]
-# CHECK-NEXT:     linear = torch.ops.aten.linear.default(latent, kv_b)  # float32[2, 16, 22]
-# CHECK-NEXT:     view_1 = torch.ops.aten.view.default(linear, [2, 16, 2, 11]); del linear  # float32[2, 16, 2, 11]
-# CHECK-NEXT:     transpose = torch.ops.aten.transpose.int(view_1, 1, 2); del view_1  # float32[2, 2, 16, 11]
-# CHECK-NEXT:     split_with_sizes = torch.ops.aten.split_with_sizes.default(transpose, [6, 5], -1); del transpose  # (float32[2, 2, 16, 6], float32[2, 2, 16, 5])
-# CHECK-NEXT:     getitem = split_with_sizes[0]  # float32[2, 2, 16, 6]
-# CHECK-NEXT:     getitem_1 = split_with_sizes[1]; del split_with_sizes  # float32[2, 2, 16, 5]
-# CHECK-NEXT:     transpose_1 = torch.ops.aten.transpose.int(getitem, -1, -2); del getitem  # float32[2, 2, 6, 16]
-# CHECK-NEXT:     matmul = torch.ops.aten.matmul.default(q, transpose_1); del transpose_1  # float32[2, 2, 1, 16]
-# CHECK-NEXT:     mul = torch.ops.aten.mul.Tensor(matmul, 0.3); del matmul  # float32[2, 2, 1, 16]
-# CHECK-NEXT:     unsqueeze = torch.ops.aten.unsqueeze.default(le, 1); del le  # bool[2, 1, 1, 16]
-# CHECK-NEXT:     bitwise_not = torch.ops.aten.bitwise_not.default(unsqueeze); del unsqueeze  # bool[2, 1, 1, 16]
-# CHECK-NEXT:     masked_fill = torch.ops.aten.masked_fill.Scalar(mul, bitwise_not, float("-inf")); del mul, bitwise_not  # float32[2, 2, 1, 16]
-# CHECK-NEXT:     softmax = torch.ops.aten.softmax.int(masked_fill, -1); del masked_fill  # float32[2, 2, 1, 16]
-# CHECK-NEXT:     matmul_1 = torch.ops.aten.matmul.default(softmax, getitem_1); del softmax, getitem_1  # float32[2, 2, 1, 5]
-# CHECK-NEXT:     return (matmul_1,)
-# CHECK: # missed fuse-sparse-attention at softmax: softmax: dense latent attention has no operator yet
+# CHECK-NEXT:     add = torch.ops.aten.add.Tensor(lengths, 1)  # int32[2]
+# CHECK-NEXT:     view_2 = torch.ops.aten.view.default(kv_b, [2, 11, 12])  # float32[2, 11, 12]
+# CHECK-NEXT:     slice_1 = torch.ops.aten.slice.Tensor(view_2, 1, 0, 6)  # float32[2, 6, 12]
+# CHECK-NEXT:     slice_2 = torch.ops.aten.slice.Tensor(view_2, 1, 6, 11); del view_2  # float32[2, 5, 12]
+# CHECK-NEXT:     permute = torch.ops.aten.permute.default(q, [1, 0, 2, 3])  # float32[2, 2, 1, 6]
+# CHECK-NEXT:     reshape = torch.ops.aten.reshape.default(permute, [2, 2, 6]); del permute  # float32[2, 2, 6]
+# CHECK-NEXT:     bmm = torch.ops.aten.bmm.default(reshape, slice_1); del reshape, slice_1  # float32[2, 2, 12]
+# CHECK-NEXT:     transpose_2 = torch.ops.aten.transpose.int(bmm, 0, 1); del bmm  # float32[2, 2, 12]
+# CHECK-NEXT:     view_3 = torch.ops.aten.view.default(transpose_2, [2, 1, 2, 12]); del transpose_2  # float32[2, 1, 2, 12]
+# CHECK-NEXT:     latent_attention = torch.ops.kimigraph.latent_attention.default(view_3, None, latent, None, add, scale=0.3, descriptor=''); del view_3, add  # (float32[2, 1, 2, 12], float32[2, 1, 2]); replaces 3 nodes, matmul to matmul_1
+# CHECK-NEXT:     getitem_2 = latent_attention[0]; del latent_attention  # float32[2, 1, 2, 12]
+# CHECK-NEXT:     view_4 = torch.ops.aten.view.default(getitem_2, [2, 2, 12]); del getitem_2  # float32[2, 2, 12]
+# CHECK-NEXT:     transpose_3 = torch.ops.aten.transpose.int(view_4, 0, 1); del view_4  # float32[2, 2, 12]
+# CHECK-NEXT:     transpose_4 = torch.ops.aten.transpose.int(slice_2, 1, 2); del slice_2  # float32[2, 12, 5]
+# CHECK-NEXT:     bmm_1 = torch.ops.aten.bmm.default(transpose_3, transpose_4); del transpose_3, transpose_4  # float32[2, 2, 5]
+# CHECK-NEXT:     view_5 = torch.ops.aten.view.default(bmm_1, [2, 2, 1, 5]); del bmm_1  # float32[2, 2, 1, 5]
+# CHECK-NEXT:     permute_1 = torch.ops.aten.permute.default(view_5, [1, 0, 2, 3]); del view_5  # float32[2, 2, 1, 5]
+# CHECK-NEXT:     return (permute_1,)

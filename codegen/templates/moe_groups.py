@@ -1,0 +1,180 @@
+# pyright: basic, reportCallIssue=false
+# Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
+"""Routed experts of many tokens: picks are listed by expert, and a program multiplies a tile of one expert's picks.
+
+An expert's list has no order of its own: it decides in which row of a tile a pick lies, never what comes out. The sum
+over the picks of a token has one order.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from kimigraph.codegen.templates.moe_activation import gated
+from kimigraph.codegen.templates.moe_finish import activate_shared, finish_experts
+from kimigraph.codegen.templates.moe_routing import choose
+from kimigraph.codegen.templates.rounding import narrow, product
+
+INTERPRET = knobs.runtime.interpret
+CONSTANTS: dict[str, Any] = {}
+
+
+@triton.jit
+def route_tokens(logits, bias, chosen, weight, counts, members, LOGIT_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
+                 TOKENS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, GROUP_PICKS: tl.constexpr,
+                 PICKS: tl.constexpr, RENORMALIZE: tl.constexpr, SCALE: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+                 MEMBER_BLOCK: tl.constexpr, PICK_BLOCK: tl.constexpr):  # fmt: skip
+    """The experts of one token and their weights; its picks join the lists of their experts."""
+    token = tl.program_id(0)
+    place = tl.arange(0, PICK_BLOCK)
+    expert, share = choose(logits, bias, token, place, LOGIT_STRIDE, BIAS_STRIDE, GROUPS, MEMBERS, GROUP_PICKS, PICKS,
+                           RENORMALIZE, SCALE, GROUP_BLOCK, MEMBER_BLOCK)  # fmt: skip
+    mask = place < PICKS
+    pick = token * PICKS + place
+    tl.store(chosen + pick, expert, mask=mask)
+    tl.store(weight + pick, share, mask=mask)
+    slot = tl.atomic_add(counts + expert, 1, mask=mask, sem="relaxed")
+    tl.store(members + expert.to(tl.int64) * TOKENS + slot, pick, mask=mask)
+
+
+@triton.jit
+def tile_of(counts, number, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, LINES: tl.constexpr):
+    """The expert of the ``number``-th tile of LINES picks, EXPERTS behind the last; its first pick, its picks."""
+    expert = tl.arange(0, EXPERT_BLOCK)
+    count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
+    ends = tl.cumsum((count + LINES - 1) // LINES, 0)
+    found = tl.sum((ends <= number).to(tl.int32), 0)
+    before = tl.max(tl.where(ends <= number, ends, 0), 0)
+    return tl.minimum(found, EXPERTS), (number - before) * LINES, tl.sum(tl.where(expert == found, count, 0), 0)
+
+
+@triton.jit
+def weight_tile(places, depth, inside, LIMIT: tl.constexpr, STRIDE: tl.constexpr, STEP: tl.constexpr):
+    """[TILE, STEP] of a weight whose rows begin at ``places``."""
+    if LIMIT % STEP == 0:
+        tile = tl.load(places + depth[None, :] * STRIDE, mask=inside, other=0.0)
+    else:
+        tile = tl.load(places + depth[None, :] * STRIDE, mask=inside & (depth < LIMIT)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def multiplied(total, weight, rows, INTERPRET: tl.constexpr):
+    """``total`` plus ``weight @ rows``; fp32 operands keep their precision."""
+    if INTERPRET or weight.dtype == tl.float32:
+        total += product(weight, rows, weight.dtype, INTERPRET)
+    else:
+        total = tl.dot(weight, rows, total)
+    return total
+
+
+@triton.jit
+def open_groups(x, gate_up, weight, counts, members, shared_gate, shared_up, inner, shared, X_STRIDE: tl.constexpr,
+                GATE_STRIDE: tl.constexpr, SHARED_STRIDE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+                INNER: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr,
+                PICKS: tl.constexpr, ROW_TILES: tl.constexpr, SITU: tl.constexpr, BETA: tl.constexpr,
+                LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
+                STEP: tl.constexpr, BLOCK: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
+    """``inner`` [tokens * picks, I]: LINES picks of an expert, TILE columns; programs behind the last tile end."""
+    column_tiles: tl.constexpr = (INNER + TILE - 1) // TILE
+    program = tl.program_id(0)
+    if program >= ROW_TILES * column_tiles:
+        activate_shared(shared_gate, shared_up, shared, program - ROW_TILES * column_tiles, TOKENS, SHARED,
+                        SHARED_STRIDE, SITU, BETA, LINEAR_BETA, LIMIT, BLOCK, INTERPRET)  # fmt: skip
+    else:
+        expert, start, count = tile_of(counts, program // column_tiles, EXPERTS, EXPERT_BLOCK, LINES)
+        if expert < EXPERTS:
+            line = start + tl.arange(0, LINES)
+            pick = tl.load(members + expert.to(tl.int64) * TOKENS + line, mask=line < count, other=0)
+            rows = x + (pick // PICKS).to(tl.int64)[None, :] * X_STRIDE[0]
+            column = program % column_tiles * TILE + tl.arange(0, TILE)
+            inside = (column < INNER)[:, None]
+            opened = gate_up + expert.to(tl.int64) * GATE_STRIDE[0] + column[:, None] * GATE_STRIDE[1]
+            first = tl.zeros([TILE, LINES], tl.float32)
+            second = tl.zeros([TILE, LINES], tl.float32)
+            for begin in range(0, WIDTH, STEP):
+                depth = begin + tl.arange(0, STEP)
+                mask = (line < count)[None, :] & (depth < WIDTH)[:, None]
+                row = tl.load(rows + depth[:, None] * X_STRIDE[1], mask=mask, other=0.0)
+                gate = weight_tile(opened, depth, inside, WIDTH, GATE_STRIDE[2], STEP)
+                linear = weight_tile(opened + INNER * GATE_STRIDE[1], depth, inside, WIDTH, GATE_STRIDE[2], STEP)
+                first = multiplied(first, gate, row, INTERPRET)
+                second = multiplied(second, linear, row, INTERPRET)
+            share = tl.load(weight + pick, mask=line < count, other=0.0)
+            hidden = gated(first, second, SITU, BETA, LINEAR_BETA, LIMIT, INTERPRET) * share[None, :]
+            places = inner + pick.to(tl.int64)[None, :] * INNER + column[:, None]
+            tl.store(places, narrow(hidden, inner, INTERPRET), mask=inside & (line < count)[None, :])
+
+
+@triton.jit
+def close_groups(inner, down, counts, members, outer, DOWN_STRIDE: tl.constexpr, TOKENS: tl.constexpr,
+                 WIDTH: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr,
+                 LINES: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
+    """``outer`` [tokens * picks, D] = what the expert of each pick makes of its row of ``inner``."""
+    column_tiles: tl.constexpr = (WIDTH + TILE - 1) // TILE
+    program = tl.program_id(0)
+    expert, start, count = tile_of(counts, program // column_tiles, EXPERTS, EXPERT_BLOCK, LINES)
+    if expert < EXPERTS:
+        line = start + tl.arange(0, LINES)
+        pick = tl.load(members + expert.to(tl.int64) * TOKENS + line, mask=line < count, other=0).to(tl.int64)
+        column = program % column_tiles * TILE + tl.arange(0, TILE)
+        inside = (column < WIDTH)[:, None]
+        places = down + expert.to(tl.int64) * DOWN_STRIDE[0] + column[:, None] * DOWN_STRIDE[1]
+        total = tl.zeros([TILE, LINES], tl.float32)
+        for begin in range(0, INNER, STEP):
+            depth = begin + tl.arange(0, STEP)
+            mask = (line < count)[None, :] & (depth < INNER)[:, None]
+            row = tl.load(inner + pick[None, :] * INNER + depth[:, None], mask=mask, other=0.0)
+            total = multiplied(total, weight_tile(places, depth, inside, INNER, DOWN_STRIDE[2], STEP), row, INTERPRET)
+        mask = inside & (line < count)[None, :]
+        tl.store(outer + pick[None, :] * WIDTH + column[:, None], narrow(total, outer, INTERPRET), mask=mask)
+
+
+@triton.jit
+def combine(outer, routed, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PICKS: tl.constexpr, BLOCK: tl.constexpr,
+            INTERPRET: tl.constexpr):  # fmt: skip
+    """``routed`` [tokens, D] = the sum of a token's picks, in order."""
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = element < TOKENS * WIDTH
+    places = outer + element // WIDTH * (PICKS * WIDTH) + element % WIDTH
+    total = tl.zeros([BLOCK], tl.float32)
+    for number in tl.static_range(PICKS):
+        total += tl.load(places + number * WIDTH, mask=mask, other=0.0).to(tl.float32)
+    tl.store(routed + element, narrow(total, routed, INTERPRET), mask=mask)
+
+
+def launch(
+    x, logits, bias, gate_up, down, norm_weight=None, up=None, shared_gate=None, shared_up=None, shared_down=None
+):
+    """The operator's tensors in schema order -> (out, the experts chosen)."""
+    sizes, options, grids = CONSTANTS["sizes"], CONSTANTS["options"], CONSTANTS["grids"]
+    same, integers = {"dtype": x.dtype, "device": x.device}, {"dtype": torch.int32, "device": x.device}
+    chosen, members = torch.empty(sizes["chosen"], **integers), torch.empty(sizes["members"], **integers)
+    counts = torch.zeros(sizes["counts"], **integers)
+    weight = torch.empty(sizes["chosen"], dtype=torch.float32, device=x.device)
+    inner, outer = torch.empty(sizes["inner"], **same), torch.empty(sizes["outer"], **same)
+    shared = None if shared_down is None else torch.empty(sizes["shared"], **same)
+    out = torch.empty(sizes["out"], **same)
+    route_tokens[grids["route"]](
+        logits, bias, chosen, weight, counts, members, **CONSTANTS["route_tokens"], **options["route"]
+    )
+    open_groups[grids["open"]](
+        x, gate_up, weight, counts, members, shared_gate, shared_up, inner, shared,
+        **{**CONSTANTS["open_groups"], "INTERPRET": INTERPRET}, **options["open"],
+    )  # fmt: skip
+    close_groups[grids["close"]](
+        inner, down, counts, members, outer,
+        **{**CONSTANTS["close_groups"], "INTERPRET": INTERPRET}, **options["close"],
+    )  # fmt: skip
+    finishes = up is not None or shared is not None
+    routed = torch.empty(sizes["routed"], dtype=torch.float32, device=x.device) if finishes else out
+    combine[grids["combine"]](outer, routed, **{**CONSTANTS["combine"], "INTERPRET": INTERPRET}, **options["combine"])
+    if finishes:
+        finish_experts[grids["finish"]](
+            routed, norm_weight, up, shared, shared_down, out,
+            **{**CONSTANTS["finish_experts"], "INTERPRET": INTERPRET}, **options["finish"],
+        )  # fmt: skip
+    return out, chosen

@@ -1,0 +1,191 @@
+"""``kimigraph generate``."""
+
+import time
+from typing import Annotated, Any, Literal
+
+import typer
+
+from kimigraph.cli.console import print_json, progress
+from kimigraph.cli.errors import reports_errors
+from kimigraph.cli.shapes import parse_overrides
+from kimigraph.ir import env
+from kimigraph.ir.config import TARGETS, CompileConfig
+from kimigraph.ir.errors import UsageError
+
+MAX_BATCH = 8
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("generate")(reports_errors(_generate))
+
+
+def _generate(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Directory with config.json and *.safetensors.")],
+    prompt_ids: Annotated[
+        list[str] | None,
+        typer.Option(metavar="IDS", help="Token ids of a prompt, such as 1,2,3. Give several to batch."),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A prompt as text, for a model with a tokenizer.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to add to each prompt.")] = 16,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, metavar="T", help="Divides the logits; 0 takes the likeliest token.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, metavar="K", help="Draw among the K likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, metavar="P", help="Draw among the likeliest that reach P together.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, metavar="S", help="Seed of what is drawn.")] = 0,
+    stop_id: Annotated[
+        list[int] | None, typer.Option(metavar="I", help="End at this token. [default: the model's end of text]")
+    ] = None,
+    no_stop: Annotated[bool, typer.Option("--no-stop", help="Go on behind the model's end of text.")] = False,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Most tokens of one sequence. [default: 4096, at most the model's]"),
+    ] = None,
+    max_batch: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help=f"Sequences that run at once. [default: all, at most {MAX_BATCH}]"),
+    ] = None,
+    target: Annotated[str, typer.Option(metavar="TARGET", help=f"One of {', '.join(TARGETS)}.")] = "auto",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Type of weights and activations. [default: the model's, else float32]", show_default=False),
+    ] = None,
+    opt_level: Annotated[int, typer.Option("-O", min=0, max=3, metavar="LEVEL", help="As for compile.")] = 2,
+    disable_pass: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Leave a pass out.")] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Use seeded weights instead of a checkpoint.")
+    ] = False,
+    set_field: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the model's configuration."),
+    ] = None,
+    cache: Annotated[Literal["use", "off", "readonly", "refresh"], typer.Option(help="The compile cache.")] = "use",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document when all is done.")] = False,
+) -> None:
+    """Continue prompts with tokens of the model in SOURCE.
+
+    One prompt is printed as it grows, several as they end; without a tokenizer as token ids. Compiled programs are
+    kept in the compile cache.
+
+    \b
+      kimigraph generate examples/k31_tiny --prompt-ids 1,2,3 --max-new-tokens 8
+      kimigraph generate ./checkpoint --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1
+    """
+    asked: list[str | list[int]] = [*(prompt or []), *map(_ids, prompt_ids or [])]
+    if not asked:
+        raise UsageError("no prompt was given: use --prompt-ids 1,2,3, or --prompt TEXT with a tokenizer")
+    if target == "cpu":
+        env.enable_interpreter()  # before the first import of triton, which the next lines may bring
+    config = CompileConfig(
+        target=target,
+        opt_level=opt_level,
+        context=context,
+        dtype=dtype,
+        disabled_passes=tuple(disable_pass or ()),
+        random_weights=random_weights,
+        overrides=parse_overrides(set_field or []),
+        cache=cache,
+    )
+    started = time.perf_counter()
+    with progress() as notify:
+        from kimigraph.generator import Generator
+        from kimigraph.runtime.generation import Sampling
+
+        stops = () if no_stop and not stop_id else tuple(stop_id) if stop_id else None
+        sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, stops)
+        rows = min(max_batch or MAX_BATCH, len(asked))
+        generator = Generator(source, config=config, max_batch=rows, batches=(1, rows), notify=notify)
+        prompts = [generator.encode(item) for item in asked]
+        generator.prepare(map(len, prompts))
+    ready = time.perf_counter()
+    completions = _run(generator, prompts, sampling, as_json)
+    seconds = {"prepare": ready - started, "generate": time.perf_counter() - ready}
+    if as_json:
+        print_json(_document(source, generator, completions, seconds))
+    else:
+        typer.echo(_rates(generator, seconds), err=True)
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(" ", "").split(",") if part]
+    except ValueError:
+        raise UsageError(f"--prompt-ids {text}: give token ids with commas between them, such as 1,2,3") from None
+
+
+def _run(generator: Any, prompts: list[list[int]], sampling: Any, quiet: bool) -> list[dict[str, Any]]:
+    """Generate, printing what comes unless ``quiet``; one record for each prompt."""
+    records: list[dict[str, Any]] = [{"prompt_ids": ids, "tokens": [], "text": None, "finish": ""} for ids in prompts]
+    growing = _Growing(generator) if len(prompts) == 1 and not quiet else None
+    with progress() as say:
+        for event in generator.stream(prompts, sampling) if growing is None else ():
+            _note(records[event.number], event)
+            say(f"{generator.engine.made} new tokens")
+            if event.finish is not None and not quiet:
+                _print_record(generator, event.number, records[event.number])
+    for event in generator.stream(prompts, sampling) if growing is not None else ():
+        _note(records[event.number], event)
+        if growing is not None:
+            growing.show(event)
+    for record in records:
+        record["text"] = generator.text(record["tokens"])
+    return records
+
+
+def _note(record: dict[str, Any], event: Any) -> None:
+    if event.token is not None:
+        record["tokens"].append(event.token)
+    record["finish"] = event.finish or ""
+
+
+def _print_record(generator: Any, number: int, record: dict[str, Any]) -> None:
+    text = generator.text(record["tokens"])
+    typer.echo(f"[{number}] " + (text if text is not None else " ".join(map(str, record["tokens"]))))
+
+
+class _Growing:
+    """Prints the tokens of one sequence as they come: as text, or as ids with spaces between them."""
+
+    def __init__(self, generator: Any) -> None:
+        self._text = generator.text_stream()
+        self._first = True
+
+    def show(self, event: Any) -> None:
+        piece = ""
+        if self._text is not None:
+            piece = self._text.add(event.token) + (self._text.end() if event.finish else "")
+        elif event.token is not None:
+            piece = str(event.token) if self._first else f" {event.token}"
+        typer.echo(piece, nl=event.finish is not None)
+        self._first = False
+
+
+def _document(
+    source: str, generator: Any, completions: list[dict[str, Any]], seconds: dict[str, float]
+) -> dict[str, Any]:
+    return {
+        "source": source,
+        "target": generator.programs.target,
+        "context": generator.context,
+        "completions": completions,
+        "programs": [
+            {"shape_key": report.shape_key, "cache": report.cache["status"], "fusions": report.fusions}
+            for report in generator.programs.reports.values()
+        ],
+        "tokens": {"read": generator.engine.read, "made": generator.engine.made},
+        "timing": seconds,
+        "tokens_per_second": generator.engine.made / max(seconds["generate"], 1e-9),
+    }
+
+
+def _rates(generator: Any, seconds: dict[str, float]) -> str:
+    engine, taken = generator.engine, seconds["generate"]
+    return (
+        f"{engine.read} prompt tokens and {engine.made} new ones in {taken:.2f} s "
+        f"({engine.made / max(taken, 1e-9):.1f} new tokens/s) on {generator.programs.target}; ready after {seconds['prepare']:.1f} s"
+    )

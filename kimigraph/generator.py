@@ -1,0 +1,252 @@
+"""``kimigraph.Generator``: a directory with a model to tokens, prompt by prompt or many at a time."""
+
+import json
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Generator as Generating
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kimigraph.adapters.transformers_tokenizer import Tokenizer, load_tokenizer
+from kimigraph.capture import ModelSource, load_source
+from kimigraph.capture.source import read_config
+from kimigraph.compiler import compile_model, resolve_target
+from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.errors import UsageError
+from kimigraph.ir.manifest import Manifest
+from kimigraph.ir.report import CompileReport
+from kimigraph.run import seeded
+from kimigraph.runtime.executor import Executor, device_of
+from kimigraph.runtime.generation import BoundStep, Completion, Engine, Event, Row, Sampling, SlotCaches, TextStream
+from kimigraph.runtime.prepared import PreparedWeights
+from kimigraph.weights import Watch, layout_of, read_weights, unwatched
+
+CHUNKS = (512, 64, 8)
+"""Sizes of the pieces in which prompts are read; what is left over goes token by token."""
+
+Prompt = str | Sequence[int]
+
+
+class StepPrograms:
+    """The compiled steps of one model: made when first asked for, over one set of weights.
+
+    ``reports`` has one compile report for each (batch, tokens).
+    """
+
+    def __init__(self, source: str, config: CompileConfig, notify: Callable[[str], None], watch: Watch) -> None:
+        self.source, self.config = source, replace(config, report=False, verify=False)
+        self.target = resolve_target(config.target)
+        self.device = device_of(self.target)
+        self.reports: dict[tuple[int, int], CompileReport] = {}
+        self._notify, self._watch = notify, watch
+        self._prepared, self._weights = PreparedWeights(), dict[str, Tensor]()
+        self._executors: dict[tuple[int, int], Executor] = {}
+        self._steps: dict[tuple[int, int, int], BoundStep] = {}
+        self._scratch = Path(tempfile.mkdtemp(prefix="kimigraph-generate-"))
+        weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+
+    def model(self, batch: int, tokens: int) -> ModelSource:
+        """The source of the step of ``batch`` rows by ``tokens`` tokens."""
+        return load_source(self.source, self.shaped(batch, tokens), rows=True)
+
+    def shaped(self, batch: int, tokens: int) -> CompileConfig:
+        """The configuration of that step."""
+        return replace(self.config, phase="decode" if tokens == 1 else "prefill", batch=batch, tokens=tokens)
+
+    def step(self, batch: int, tokens: int, caches: Mapping[str, Tensor]) -> BoundStep:
+        """The step over ``caches``, which are those of an earlier call with the same shape or lie elsewhere."""
+        place = (batch, tokens, next(iter(caches.values())).data_ptr())
+        if place not in self._steps:
+            self._steps[place] = BoundStep(self._executor(batch, tokens), caches)
+        return self._steps[place]
+
+    def _executor(self, batch: int, tokens: int) -> Executor:
+        key = (batch, tokens)
+        if key not in self._executors:
+            model, directory = self.model(*key), self._scratch / f"b{batch}-t{tokens}"
+            self.reports[key] = compile_model(self.source, model, self.shaped(*key), directory, self._notify)
+            self._notify("binding weights")
+            manifest = Manifest.read(directory)
+            self._bring(manifest, model)
+            self._executors[key] = Executor(directory, self._weights, self._prepared)
+        return self._executors[key]
+
+    def _bring(self, manifest: Manifest, model: ModelSource) -> None:
+        """Put the tensors that the program binds, and no earlier one did, on its device."""
+        lacking = [spec for spec in manifest.bound if spec.kind != "constant" and spec.source not in self._weights]
+        weights = [spec for spec in lacking if spec.kind == "weight"]
+        if manifest.random_weights:
+            for done, spec in enumerate(weights):
+                self._watch(done, len(weights))
+                self._weights[spec.source] = seeded(spec, manifest).to(self.device)
+        elif weights:
+            layout = layout_of(str(manifest.info.get("model_type", "")))
+            self._weights |= read_weights(Path(self.source), weights, layout, self.device, self._watch)
+        buffers = [spec for spec in lacking if spec.kind != "weight"]
+        if buffers:  # integers that a checkpoint holds: the model itself knows how they are stored
+            state = model.loaded.module.state_dict()
+            for spec in buffers:
+                self._weights[spec.source] = state[model.hints.prefix + spec.source].to(self.device)
+
+
+def cache_rows(model: ModelSource) -> dict[str, Row]:
+    """What one sequence has of each cache of ``model``."""
+    return {item.name: Row(item.shape[1:], item.dtype) for item in model.inputs if item.hint.kind == "cache"}
+
+
+class Generator:
+    """Tokens from the model in a directory. See ``docs/generate.md``.
+
+    ``config`` says what ``kimigraph compile`` says: target, context (the most tokens of one sequence), dtype, options
+    of the compiler. ``max_batch`` sequences run at once; more wait. Programs are for
+    ``batches`` (default: powers of two up to ``max_batch``). Prompts are read in pieces of the sizes ``chunks``.
+    Programs come from the compile cache, or are compiled when they are first needed; ``notify`` is
+    told what goes on, ``watch`` how much of the weights has been read.
+
+    Raises UsageError for a source that cannot generate, and what compilation raises.
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        *,
+        config: CompileConfig | None = None,
+        max_batch: int = 8,
+        batches: Sequence[int] | None = None,
+        chunks: Sequence[int] = CHUNKS,
+        max_waiting: int | None = None,
+        notify: Callable[[str], None] = lambda message: None,
+        watch: Watch = unwatched,
+    ) -> None:
+        if max_batch < 1 or any(size < 1 for size in chunks):
+            raise UsageError(f"max_batch {max_batch} and chunks {tuple(chunks)} must be at least 1")
+        self.programs = StepPrograms(str(source), config or CompileConfig(), notify, watch)
+        model = self.programs.model(1, 1)
+        assert model.shape is not None
+        self.context = model.shape.context
+        slots = SlotCaches(cache_rows(model), max_batch, self.programs.device)
+        self.engine = Engine(
+            self.programs, slots, self.context, batches=batches, chunks=chunks, max_waiting=max_waiting
+        )
+        self.tokenizer: Tokenizer | None = load_tokenizer(Path(source))
+        self.stop_ids = _stop_ids(Path(source), self.tokenizer)
+        self.vocabulary = _vocabulary(model.document)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt: text through the model's tokenizer, ids as they are.
+
+        UsageError for text without a tokenizer, and for ids that the model does not have.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UsageError(
+                    f"{self.programs.source} has no tokenizer that can be read here (its files, and transformers: pip "
+                    "install 'kimigraph[hf]'): give token ids instead of text"
+                )
+            return self.tokenizer.encode(prompt)
+        wrong = [token for token in prompt if not 0 <= token < self.vocabulary]
+        if wrong:
+            raise UsageError(f"token {wrong[0]} is not in the vocabulary: ids go from 0 to {self.vocabulary - 1}")
+        return list(prompt)
+
+    def submit(self, prompt: Prompt, sampling: Sampling | None = None, place: int = 0) -> int:
+        """A new sequence, which joins the running ones as soon as there is room; its number. See ``Engine.submit``."""
+        return self.engine.submit(self.encode(prompt), sampling or Sampling(), place, self.stop_ids)
+
+    def step(self) -> list[Event]:
+        """One more token for every running sequence; see ``Engine.step``."""
+        return self.engine.step()
+
+    def abort(self, number: int) -> bool:
+        """End a sequence now; False when it is over already."""
+        return self.engine.abort(number)
+
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> Generating[Event]:
+        """Events of ``prompts`` as they come, ``number`` being the place in the list. All start together.
+
+        Sequences submitted before go on beside them; their events are not told. A stream that is closed early ends its
+        sequences.
+        """
+        samplings = _one_each(sampling or Sampling(), len(prompts))
+        encoded = [self.encode(prompt) for prompt in prompts]
+        places: dict[int, int] = {}
+        try:
+            for place, (ids, each) in enumerate(zip(encoded, samplings, strict=True)):
+                places[self.engine.submit(ids, each, place, self.stop_ids)] = place
+            while places:
+                for event in self.engine.step():
+                    place = places.get(event.number)
+                    if place is not None:
+                        if event.finish is not None:
+                            del places[event.number]
+                        yield replace(event, number=place)
+        finally:
+            for number in places:
+                self.engine.abort(number)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> list[Completion]:
+        """The completions of ``prompts``, in their order, all run together. ``sampling``: one for all, or one each."""
+        made: list[list[int]] = [[] for _ in prompts]
+        ends: dict[int, Any] = {}
+        for event in self.stream(prompts, sampling):
+            if event.token is not None:
+                made[event.number].append(event.token)
+            if event.finish is not None:
+                ends[event.number] = event.finish
+        return [
+            Completion(tuple(self.encode(prompt)), tuple(tokens), ends[place], self.text(tokens))
+            for place, (prompt, tokens) in enumerate(zip(prompts, made, strict=True))
+        ]
+
+    def text(self, tokens: Sequence[int]) -> str | None:
+        """The text of tokens; None without a tokenizer."""
+        return None if self.tokenizer is None else self.tokenizer.decode(list(tokens))
+
+    def text_stream(self) -> TextStream | None:
+        """Turns the tokens of one sequence into text as they come; None without a tokenizer."""
+        return None if self.tokenizer is None else TextStream(self.tokenizer.decode)
+
+    def prepare(self, lengths: Iterable[int] | None = None) -> None:
+        """Compile and bind now what would be when it is first needed: for all batches, and prompts of these lengths
+        (None: of any length)."""
+        for batch in self.engine.batches:
+            self.programs.step(batch, 1, self.engine.slots.first(batch))
+        sizes = self.engine.chunks if lengths is None else {x for n in lengths for x in self.engine.pieces(n)}
+        for size in sorted(sizes):
+            self.programs.step(1, size, self.engine.slots.staging)
+
+
+def _one_each(sampling: Sampling | Sequence[Sampling], count: int) -> list[Sampling]:
+    if isinstance(sampling, Sampling):
+        return [sampling] * count
+    if len(sampling) != count:
+        raise UsageError(f"{len(sampling)} samplings for {count} prompts: give one for all, or one for each")
+    return list(sampling)
+
+
+def _vocabulary(document: dict[str, Any]) -> int:
+    return int(document["vocab_size"] if "vocab_size" in document else document["text_config"]["vocab_size"])
+
+
+def _stop_ids(directory: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that end a text: of ``generation_config.json``, else of the configuration, and the tokenizer's."""
+    documents: list[dict[str, Any]] = []
+    path = directory / "generation_config.json"
+    if path.is_file():
+        documents.append(json.loads(path.read_text(encoding="utf-8")))
+    document = read_config(directory)
+    documents += [document, document.get("text_config", {})]
+    found = next((item["eos_token_id"] for item in documents if item.get("eos_token_id") is not None), [])
+    ids = set(found if isinstance(found, list) else [found])
+    if tokenizer is not None and tokenizer.end is not None:
+        ids.add(tokenizer.end)
+    return tuple(sorted(ids))

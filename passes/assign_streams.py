@@ -1,0 +1,200 @@
+"""``assign-streams``: branches that do not wait for one another run on several streams, where that pays.
+
+A program is cut where it is as narrow as one node; each part between two such places is list-scheduled by itself under
+the cost model, and forks when that saves time. Everything is joined where the part ends.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import Graph, Node
+
+from kimigraph.ir.dependences import Dependence, is_one_at_a_time, starts_work, work_dependences
+from kimigraph.ir.program import CapturedProgram
+from kimigraph.ir.provenance import module_path, source_line
+from kimigraph.ir.purity import has_effect
+from kimigraph.ir.remarks import PassResult, Remark
+from kimigraph.ir.schedule import clear_streams, waits_of
+from kimigraph.passes.base import Pass, PassContext
+from kimigraph.passes.scheduling.branches import (
+    Costs,
+    Duration,
+    Placement,
+    duration_of,
+    on_one_stream,
+    place_on_streams,
+)
+from kimigraph.passes.scheduling.recording import record_main_first, set_waits
+from kimigraph.passes.scheduling.segments import Segment, segments
+
+
+@dataclass(frozen=True)
+class AssignStreams(Pass):
+    """Puts nodes on streams and says what they wait for.
+
+    Options: ``streams``, the largest number of streams (0: that of ``--streams``); ``force``, fork wherever it is legal
+    (so does ``--force-streams``); ``tokens``, the most tokens of a step that is forked, as larger kernels fill the
+    device; ``least-gain-us``, what a fork must save.
+    """
+
+    name: ClassVar[str] = "assign-streams"
+    summary: ClassVar[str] = "branches that do not wait for one another run on several streams"
+    level: ClassVar[int] = 2
+    pattern: ClassVar[str] = "nodes that do not wait for one another, between two that all others are ordered with"
+    constraints: ClassVar[tuple[str, ...]] = (
+        "no dependence, by data or by the order of reads and writes of one storage",
+        "random numbers, assertions, collectives and kernels that keep counters stay on the caller's stream",
+        "at most 256 tokens in a step, a device that runs several kernels at once",
+        "no two kernels that fill the device side by side",
+        "saves at least half a microsecond by the cost model, events included",
+    )
+    effect: ClassVar[str] = "a stream for each node, the fewest waits between them, the main branch recorded first"
+
+    streams: int = 0
+    force: bool = False
+    tokens: int = 256
+    least_gain_us: float = 0.5
+
+    def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:
+        """Cut, place each part, then record the main branch first and set the waits."""
+        graph = program.graph_module.graph
+        clear_streams(graph)
+        force = self.force or context.config.force_streams
+        count = self.streams or context.config.streams
+        hindrance = self._hindrance(program, context, count, force)
+        if hindrance:
+            return PassResult(False, (self._note(f"one stream: {hindrance}"),))
+        dependences = work_dependences(graph)
+        forks, remarks = self._forks(dependences, context, count, force)
+        if not forks:
+            return PassResult(False, (*remarks, self._note(_why_serial(remarks))))
+        _apply(graph, forks, dependences)
+        program.graph_module.recompile()
+        events = {name for node in graph.nodes for name in waits_of(node)}
+        aside = sum(len(placement.aside) for _, placement in forks)
+        return PassResult(True, tuple(remarks), {"forks": len(forks), "aside": aside, "events": len(events)})
+
+    def _hindrance(self, program: CapturedProgram, context: PassContext, count: int, force: bool) -> str:
+        """Why no node of this program may leave the caller's stream; empty when some may."""
+        if count < 2:
+            return "no more were asked for (--streams)"
+        if force:
+            return ""
+        if context.device.units < 2:
+            return f"{context.device.name} runs one kernel at a time"
+        tokens = int(program.info.get("batch", 1)) * int(program.info.get("tokens", 1))
+        if tokens > self.tokens:
+            return f"kernels for {tokens} tokens fill the device; forks pay up to {self.tokens} (option tokens)"
+        return ""
+
+    def _forks(
+        self, dependences: dict[Node, list[Dependence]], context: PassContext, count: int, force: bool
+    ) -> tuple[list[tuple[Segment, Placement]], list[Remark]]:
+        forks: list[tuple[Segment, Placement]] = []
+        remarks: list[Remark] = []
+        for segment in segments(dependences):
+            costs = _forced_costs(segment) if force else _costs(segment, context)
+            serial = on_one_stream(segment.nodes, costs)
+            placement = _best(segment, dependences, costs, count)
+            gain = (serial - placement.seconds) * 1e6
+            if not placement.aside:
+                continue
+            if not force and gain < self.least_gain_us:
+                remarks.append(self._missed(segment, serial, placement))
+            elif context.allow(f"a fork at {segment.nodes[0].name} ({source_line(segment.nodes[0])})"):
+                forks.append((segment, placement))
+                remarks.append(self._passed(segment, serial, placement, force))
+        return forks, remarks
+
+    def _passed(self, segment: Segment, serial: float, placement: Placement, force: bool) -> Remark:
+        first, aside = segment.nodes[0], placement.aside
+        price = "because it is legal" if force else _prices(serial, placement)
+        message = f"{_listed(aside)} run beside {_listed(_main(placement))}: {price}"
+        nodes = tuple(node.name for node in segment.nodes)
+        return Remark(
+            "passed", self.name, message, aside[0].name, source_line(first), nodes, score=1, module=module_path(first)
+        )
+
+    def _missed(self, segment: Segment, serial: float, placement: Placement) -> Remark:
+        aside = placement.aside
+        message = f"{_listed(aside)} could run beside {_listed(_main(placement))}: {_prices(serial, placement)}"
+        message += f", less than {self.least_gain_us} us gained"
+        remedy = f"{self.name}{{least-gain-us=0}} forks for any gain, --force-streams for none"
+        return Remark(
+            "missed",
+            self.name,
+            message,
+            aside[0].name,
+            source_line(aside[0]),
+            remedy=remedy,
+            module=module_path(aside[0]),
+        )
+
+    def _note(self, message: str) -> Remark:
+        return Remark("note", self.name, message)
+
+
+def _costs(segment: Segment, context: PassContext) -> Costs:
+    durations = {node: duration_of(node, context.device) for node in segment.nodes}
+    large = frozenset(node for node in segment.nodes if durations[node].fills_device)
+    return Costs(durations, context.device.event_seconds, _bound_to_caller(segment) | large)
+
+
+def _forced_costs(segment: Segment) -> Costs:
+    """Costs under which every fork pays."""
+    durations = {node: Duration(1.0, 0.0) for node in segment.nodes}
+    return Costs(durations, 0.0, _bound_to_caller(segment))
+
+
+def _bound_to_caller(segment: Segment) -> frozenset[Node]:
+    """The nodes that stay on the caller's stream: there they keep one order for nothing."""
+    return frozenset(node for node in segment.nodes if has_effect(node) or is_one_at_a_time(node))
+
+
+def _best(segment: Segment, dependences: Mapping[Node, Sequence[Dependence]], costs: Costs, count: int) -> Placement:
+    """The fastest placement on up to ``count`` streams; among equals that with the fewest."""
+    tried = [place_on_streams(segment.nodes, dependences, costs, number) for number in range(2, count + 1)]
+    return min(tried, key=lambda placement: placement.seconds)
+
+
+def _apply(graph: Graph, forks: Sequence[tuple[Segment, Placement]], dependences: dict[Node, list[Dependence]]) -> None:
+    output = next(iter(reversed(graph.nodes)))
+    joins: dict[Node, list[Node]] = {}
+    for segment, placement in forks:
+        for node in placement.aside:
+            node.meta["stream"] = placement.streams[node]
+        _follow(segment, segment.closer or output)
+        record_main_first(segment.nodes[0], segment.closer or output)
+        joins[segment.closer or output] = placement.aside
+    set_waits(graph, dependences, joins)
+
+
+def _follow(segment: Segment, closer: Node) -> None:
+    """Views and items stand where what they are taken from does: nothing changes streams for them."""
+    node = segment.nodes[0]
+    while node is not closer:
+        if not starts_work(node):
+            streams = [argument.meta["stream"] for argument in node.all_input_nodes if "stream" in argument.meta]
+            if streams:
+                node.meta["stream"] = streams[0]
+        node = node.next
+
+
+def _main(placement: Placement) -> list[Node]:
+    return [node for node, stream in placement.streams.items() if not stream]
+
+
+def _listed(nodes: Sequence[Node]) -> str:
+    names = [node.name for node in nodes]
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def _prices(serial: float, placement: Placement) -> str:
+    return f"{serial * 1e6:.2f} us on one stream, {placement.seconds * 1e6:.2f} us forked, events included"
+
+
+def _why_serial(remarks: Sequence[Remark]) -> str:
+    if not remarks:
+        return "one stream: the program is a chain, no two nodes of it can run side by side with a gain"
+    return f"one stream: none of {len(remarks)} places with independent nodes gains enough from a fork"

@@ -1,0 +1,1 @@
+"""Where the tensors of a step lie in its arena."""

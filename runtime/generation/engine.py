@@ -1,0 +1,190 @@
+"""The scheduler of a running batch: who is read, who takes the next step, who joins and leaves."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from kimigraph.ir.errors import UsageError
+from kimigraph.runtime.generation.request import Event, Request
+from kimigraph.runtime.generation.sampling import Draws, Sampling, choose
+from kimigraph.runtime.generation.slots import SlotCaches
+from kimigraph.runtime.sequence.errors import PoolExhaustedError
+
+Step = Callable[[list[list[int]], list[int]], Tensor]
+"""Takes tokens [B][S] behind lengths [B] into its caches and returns the logits [B, V] of the last ones."""
+
+
+class Programs(Protocol):
+    """Where steps come from; what is not there yet is compiled on the first call."""
+
+    def step(self, batch: int, tokens: int, caches: Mapping[str, Tensor]) -> Step:
+        """The step of ``batch`` rows by ``tokens`` tokens over these caches."""
+        ...
+
+
+class Engine:
+    """Continuous batching over slots.
+
+    ``step`` gives each running sequence its next token, in one program call over the smallest of ``batches`` rows that
+    holds them all, and reads on in the prompt of one sequence: pieces of the sizes ``chunks`` (the largest that fit,
+    then smaller ones, then token by token), at most ``budget`` tokens a step, so that running sequences never wait for
+    a long prompt. A prompt is read in a row of its own and seated when it is done, so that no step of the batch touches
+    it. Rows without a sequence take token 0 at length 0; nobody reads them.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        slots: SlotCaches,
+        context: int,
+        *,
+        batches: Sequence[int] | None = None,
+        chunks: Sequence[int] = (),
+        budget: int = 512,
+        max_waiting: int | None = None,
+    ) -> None:
+        self._programs, self.slots, self.context = programs, slots, context
+        self.chunks = sorted({1, *(size for size in chunks if size <= context)}, reverse=True)
+        self._budget, self._max_waiting = budget, max_waiting
+        self.batches = tuple(sorted({*(batches or buckets(slots.slots)), slots.slots}))
+        self._waiting: deque[Request] = deque()
+        self._reading: Request | None = None
+        self._running: dict[int, Request] = {}
+        self._aborted: list[Event] = []
+        self._count = 0
+        self.read = self.made = 0
+        """Prompt tokens read and new tokens made so far."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence waits, is being read or runs, or has an end that was not told yet."""
+        return bool(self._waiting or self._reading or self._running or self._aborted)
+
+    @property
+    def requests(self) -> list[Request]:
+        """The sequences that have not ended: running, being read, waiting."""
+        return [*self._running.values(), *([self._reading] if self._reading else []), *self._waiting]
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, place: int = 0, stop_ids: Sequence[int] = ()) -> int:
+        """A new sequence; its number, by which events name it.
+
+        ``place`` is its place among those of one call, which their draws depend on. ``stop_ids`` are the model's, for a
+        sampling that names none. UsageError for a prompt that is empty or larger than the caches; PoolExhaustedError
+        when ``max_waiting`` sequences wait already.
+        """
+        if not prompt:
+            raise UsageError("the prompt holds no token: give at least one, such as the model's first (bos) token")
+        if len(prompt) > self.context:
+            raise UsageError(
+                f"the prompt has {len(prompt)} tokens, the caches hold {self.context}: shorten it, or allow a larger "
+                "context"
+            )
+        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
+            raise PoolExhaustedError("waiting sequence", 1, 0, self._max_waiting, "max_waiting")
+        ends = sampling.stop_ids if sampling.stop_ids is not None else stop_ids
+        draws = Draws(sampling.seed, place)
+        self._count += 1
+        self._waiting.append(Request(self._count, tuple(prompt), sampling, draws, frozenset(ends)))
+        return self._count
+
+    def abort(self, number: int) -> bool:
+        """End a sequence now; False when it is over already. The next ``step`` tells its end."""
+        found = next((request for request in self.requests if request.number == number), None)
+        if found is None:
+            return False
+        if found is self._reading:
+            self._reading = None
+        elif found in self._waiting:
+            self._waiting.remove(found)
+        else:
+            self._leave(found)
+        found.finish = "aborted"
+        self._aborted.append(Event(number, None, "aborted"))
+        return True
+
+    def step(self) -> list[Event]:
+        """One token for every running sequence, and some of a prompt for the next; what became of it."""
+        events, self._aborted = self._aborted, []
+        events += self._decode()
+        events += self._prefill()
+        return events
+
+    def _decode(self) -> list[Event]:
+        if not self._running:
+            return []
+        self._compact()
+        rows = self._bucket()
+        step = self._programs.step(rows, 1, self.slots.first(rows))
+        ids, lengths = [[0] for _ in range(rows)], [0] * rows
+        for slot, request in self._running.items():
+            ids[slot], lengths[slot] = [request.tokens[-1]], request.written
+        logits = step(ids, lengths)
+        running = dict(sorted(self._running.items()))
+        for request in running.values():
+            request.written += 1
+        return self._take(logits[list(running)], list(running.values()))
+
+    def _prefill(self) -> list[Event]:
+        budget = self._budget
+        events: list[Event] = []
+        while budget > 0:
+            if self._reading is None:
+                if not self._waiting or not self.slots.free_slots:
+                    break
+                self._reading = self._waiting.popleft()
+                self.slots.clear_staging()
+            request = self._reading
+            size = self.pieces(request.pending)[0]
+            step = self._programs.step(1, size, self.slots.staging)
+            piece = list(request.prompt[request.written : request.written + size])
+            logits = step([piece], [request.written])
+            request.written += size
+            self.read += size
+            budget -= size
+            if not request.pending:
+                slot = self.slots.allocate()
+                self.slots.seat(slot)
+                self._reading, self._running[slot] = None, request
+                events += self._take(logits, [request])
+        return events
+
+    def pieces(self, tokens: int) -> list[int]:
+        """The sizes in which that many tokens of a prompt are read, in order."""
+        sizes: list[int] = []
+        for size in self.chunks:
+            sizes += [size] * (tokens // size)
+            tokens %= size
+        return sizes
+
+    def _take(self, logits: Tensor, requests: list[Request]) -> list[Event]:
+        chosen = choose(logits, [request.sampling for request in requests], [request.draws for request in requests])
+        self.made += len(requests)
+        for request, token in zip(requests, chosen, strict=True):
+            request.take(token, self.context)
+            if request.finish is not None:
+                self._leave(request)
+        return [Event(request.number, request.tokens[-1], request.finish) for request in requests]
+
+    def _leave(self, request: Request) -> None:
+        slot = next(slot for slot, running in self._running.items() if running is request)
+        del self._running[slot]
+        self.slots.free(slot)
+
+    def _bucket(self, highest: int | None = None) -> int:
+        needed = max(self._running) + 1 if highest is None else highest
+        return next(size for size in self.batches if size >= needed)
+
+    def _compact(self) -> None:
+        """Move sequences to lower slots where a smaller program can then take the step."""
+        while self._bucket(len(self._running)) < self._bucket():
+            slot = max(self._running)
+            request = self._running.pop(slot)
+            self._running[self.slots.lower(slot)] = request
+
+
+def buckets(largest: int) -> tuple[int, ...]:
+    """The batch sizes for which there are programs: powers of two, and the largest batch."""
+    sizes = {1 << power for power in range(largest.bit_length()) if 1 << power <= largest}
+    return tuple(sorted({*sizes, largest}))

@@ -1,0 +1,88 @@
+"""Caches and states of a running batch: a sequence has one row of every tensor."""
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kimigraph.ir.errors import KimigraphError
+from kimigraph.runtime.sequence.errors import PoolExhaustedError, SequenceError
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one sequence has of a tensor: its shape, without the batch, and type."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class SlotCaches:
+    """``slots`` rows of each tensor, and one row apart from them (``staging``) in which a prompt is read.
+
+    A step over the first n slots takes ``first(n)``: no tensor moves when n changes. The lowest free slot is given
+    first. Tensors stay where they are for the life of the object.
+    """
+
+    def __init__(self, rows: Mapping[str, Row], slots: int, device: torch.device | str = "cpu") -> None:
+        self.slots = slots
+        size = sum(torch.Size(row.shape).numel() * row.dtype.itemsize for row in rows.values())
+        try:
+            self.tensors = {
+                name: torch.zeros(slots, *row.shape, dtype=row.dtype, device=device) for name, row in rows.items()
+            }
+            self.staging = {
+                name: torch.zeros(1, *row.shape, dtype=row.dtype, device=device) for name, row in rows.items()
+            }
+        except torch.OutOfMemoryError as error:
+            raise KimigraphError(
+                f"caches for {slots} sequences and the one being read take {(slots + 1) * size / 1e9:.1f} GB, which "
+                f"{device} has not: allow fewer (max_batch) or shorter ones (context)"
+            ) from error
+        self._free = list(range(slots))
+        self._views: dict[int, dict[str, Tensor]] = {}
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that no sequence has."""
+        return len(self._free)
+
+    def first(self, rows: int) -> dict[str, Tensor]:
+        """The first ``rows`` slots of every tensor, as views."""
+        if rows not in self._views:
+            self._views[rows] = {name: tensor[:rows] for name, tensor in self.tensors.items()}
+        return self._views[rows]
+
+    def allocate(self) -> int:
+        """The lowest free slot; PoolExhaustedError when there is none, and nothing has changed."""
+        if not self._free:
+            raise PoolExhaustedError("slot", 1, 0, self.slots, "max_batch")
+        return heapq.heappop(self._free)
+
+    def free(self, slot: int) -> None:
+        """The sequence in ``slot`` is over."""
+        if slot in self._free or not 0 <= slot < self.slots:
+            raise SequenceError(f"slot {slot} of {self.slots} is free already, or none of this batch")
+        heapq.heappush(self._free, slot)
+
+    def clear_staging(self) -> None:
+        """Make the staging row that of a sequence without tokens."""
+        for tensor in self.staging.values():
+            tensor.zero_()
+
+    def seat(self, slot: int) -> None:
+        """Copy the staging row into ``slot``, over all that stood there."""
+        for name, tensor in self.tensors.items():
+            tensor[slot].copy_(self.staging[name][0])
+
+    def lower(self, slot: int) -> int:
+        """Move the sequence in ``slot`` to the lowest free one, where that is below it; returns where it is then."""
+        if not self._free or self._free[0] > slot:
+            return slot
+        target = self.allocate()
+        for tensor in self.tensors.values():
+            tensor[target].copy_(tensor[slot])
+        self.free(slot)
+        return target

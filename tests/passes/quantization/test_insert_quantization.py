@@ -1,0 +1,170 @@
+"""``insert-quantization``: units as a whole or not at all, what a policy leaves alone, what does not fit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.fx import Interpreter
+
+from kimigraph.ir.cache_formats import cache_bill, given_to, left_in
+from kimigraph.ir.errors import CompileError
+from kimigraph.ir.operators import OPERATORS
+from kimigraph.ir.script import make_inputs
+from kimigraph.ir.verifier import verify
+
+LATENT_ONLY = """
+[roles]
+latent = { format = "fp8", group = 16, scales = "power2", order = "scales_rope" }
+"""
+INDEX = '[roles]\nindex_query = {{ format = "{0}", group = {1} }}\nindex_key = {{ format = "{0}", group = {1} }}\n'
+
+
+def calls(program, name):
+    return [node for node in program.graph_module.graph.nodes if node.target is OPERATORS[name].overload]
+
+
+def spec_of(program, source):
+    return next(spec for spec in program.inputs if spec.source == source)
+
+
+def test_off_leaves_everything(quantise, fused):
+    program, record = quantise("off")
+    assert not record.result.modified and program.inputs == fused.inputs and record.result.remarks == ()
+
+
+@pytest.mark.parametrize(("policy", "quantiser"), [("article", "mxfp8_quantize"), ("deepseek", "fp8_quantize")])
+def test_inputs_writers_and_readers_change_together(quantise, fused, policy, quantiser):
+    program, record = quantise(policy)
+    latent, key = spec_of(program, "cache.3.latent"), spec_of(program, "cache.3.index_key")
+    assert latent.dtype == key.dtype == "uint8" and latent.parts == (
+        ("cache.3.latent", "float32"),
+        ("cache.3.rope", "float32"),
+    )
+    assert "cache.3.rope" not in {spec.source for spec in program.inputs}
+    for name in ("latent_write", "sparse_attention"):
+        [node] = calls(program, name)
+        assert node.kwargs["descriptor"] == latent.descriptor
+    for name in ("index_key_write", "lightning_indexer"):
+        [node] = calls(program, name)
+        assert node.kwargs["descriptor"] == key.descriptor
+    assert len(calls(program, quantiser)) == 1 and calls(program, "lightning_indexer")[0].meta["selects"]
+    assert program.in_spec.num_leaves == fused.in_spec.num_leaves - 1
+    assert len(program.info["argument_leaves"]) == program.in_spec.num_leaves
+    assert [remark.kind for remark in record.result.remarks] == ["passed", "passed", "note"]
+    assert {item["role"] for item in program.info["quantization"]} == {"latent", "rope", "index_key", "index_query"}
+
+
+def test_a_second_run_does_nothing(quantise):
+    """G10."""
+    program, _ = quantise("article")
+    text, records = str(program.graph_module.graph), list(program.info["quantization"])
+    _, again = quantise("article", program)
+    assert not again.result.modified
+    assert str(program.graph_module.graph) == text and program.info["quantization"] == records
+
+
+def test_one_query_of_two_indexers_is_quantised_once(quantise, fused):
+    """G10: the reader of a second cache with the same query takes the same codes."""
+    program = fused.copy()
+    graph = program.graph_module.graph
+    [indexer] = calls(program, "lightning_indexer")
+    with graph.inserting_after(indexer):
+        twin = graph.node_copy(indexer)
+    twin.meta = dict(indexer.meta)
+    output = graph.output_node()
+    output.args = ((*output.args[0], twin),)
+    program.outputs = (*program.outputs, replace(program.outputs[0], name=twin.name, source="twin"))
+    program, _ = quantise("article", program)
+    assert len(calls(program, "mxfp8_quantize")) == 1 and len(calls(program, "lightning_indexer")) == 2
+
+
+def run(program, tensors):
+    with torch.no_grad():
+        return Interpreter(program.graph_module).run(*tensors)
+
+
+def test_latents_alone_leave_the_picks_bit_by_bit(quantise, fused):
+    """G11: no bit of the indexer changes where its roles are not named."""
+    program, record = quantise(LATENT_ONLY)
+    assert calls(program, "lightning_indexer")[0].kwargs == calls(fused, "lightning_indexer")[0].kwargs
+    assert not calls(program, "mxfp8_quantize") and not calls(program, "fp8_quantize")
+    assert "index key: policy 'custom' keeps it, bit for bit" in [remark.message for remark in record.result.remarks]
+    keys = spec_of(program, "cache.3.index_key")
+    assert keys == spec_of(fused, "cache.3.index_key")
+    tensors = make_inputs(fused.inputs, {}, 3)
+    named = {spec.source: tensor for spec, tensor in zip(fused.inputs, tensors, strict=True)}
+    given = given_to(program.inputs, named)
+    given = [t.clone() for t in given]
+    run(fused, tensors)
+    run(program, given)
+    after = dict(zip((spec.source for spec in program.inputs), given, strict=True))
+    assert torch.equal(after["cache.3.index_key"], named["cache.3.index_key"])  # which fused wrote in place
+
+
+@pytest.mark.parametrize("policy", ["article", "deepseek", LATENT_ONLY])
+def test_the_quantised_step_stays_close(quantise, fused, policy):
+    program, _ = quantise(policy)
+    tensors = make_inputs(fused.inputs, {}, 5)
+    named = {spec.source: t.clone() for spec, t in zip(fused.inputs, tensors, strict=True)}
+    given = [t.clone() for t in given_to(program.inputs, named)]
+    run(fused, tensors)
+    run(program, given)
+    after, wanted = (
+        left_in(program.inputs, given, named),
+        dict(zip((spec.source for spec in fused.inputs), tensors, strict=True)),
+    )
+    for name in ("cache.3.latent", "cache.3.rope", "cache.3.index_key"):
+        error = (after[name].float() - wanted[name]).norm() / wanted[name].norm()
+        assert error < 0.05, (name, error)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason", "done"),
+    [
+        (INDEX.format("fp8", 16), "keys of 32 are more than one group of 16", 0),
+        ('[roles]\nlatent = { format = "fp8", group = 24 }\n', "rows of 32 are no multiple of the tile of 24", 0),
+        (INDEX.format("mxfp8", 24), "", 1),
+    ],
+)
+def test_formats_that_do_not_fit_are_refused(quantise, policy, reason, done):
+    program, record = quantise(policy)
+    missed = [remark for remark in record.result.remarks if remark.kind == "missed"]
+    assert record.result.statistics["quantised"] == done and bool(missed) == (not done)
+    if reason:
+        assert reason in missed[0].message and missed[0].remedy
+        assert all(not spec.parts for spec in program.inputs)
+
+
+def test_a_cache_that_something_else_reads_stays_as_it_is(quantise, fused):
+    program = fused.copy()
+    graph = program.graph_module.graph
+    cache = program.placeholders["cache_3_index_key"]
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        total = graph.call_function(torch.ops.aten.sum.default, (cache,))
+    total.meta["val"] = cache.meta["val"].sum()
+    output.args = ((*output.args[0], total),)
+    program.outputs = (*program.outputs, replace(program.outputs[0], name=total.name, source="total"))
+    program, record = quantise("article", program)
+    [missed] = [remark for remark in record.result.remarks if remark.kind == "missed"]
+    assert "cache.3.index_key is also used by sum" in missed.message and "aten.sum" in missed.message
+    assert spec_of(program, "cache.3.index_key").dtype == "float32" and not calls(program, "mxfp8_quantize")
+    assert spec_of(program, "cache.3.latent").dtype == "uint8"
+
+
+def test_a_reader_of_another_order_than_the_writer_fails_to_compile(quantise):
+    program, _ = quantise("article")
+    [reader] = calls(program, "sparse_attention")
+    text = reader.kwargs["descriptor"]
+    assert "order=rope_scales" in text
+    reader.kwargs = {**reader.kwargs, "descriptor": text.replace("rope_scales", "scales_rope")}
+    with pytest.raises(CompileError, match=r"sparse_attention takes latent as .*scales_rope.*rope_scales"):
+        verify(program)
+
+
+def test_bytes_of_a_token(quantise):
+    program, _ = quantise("article")
+    assert cache_bill(program.inputs) == {
+        "cache_bytes_per_token": 32 + 4 + 32 + 32 + 1,
+        "cache_bytes_per_token_bf16": 2 * (32 + 16 + 32),
+    }
