@@ -48,8 +48,8 @@ def _summary(statistics: dict[str, int], lifetimes: Lifetimes) -> Remark:
     streams = lifetimes.order.streams
     message = (
         f"{statistics['tensors']} tensors of {statistics['bytes']:,} bytes lie in an arena of {arena:,}: "
-        f"{arena / bound:.3f} times what is in use at once ({bound:,}), {'one stream' if streams == 1 else f'{streams} streams'}"
-        f", each at a multiple of {ALIGNMENT}"
+        f"{arena / bound:.3f} times what is in use at once ({bound:,}), "
+        f"{'one stream' if streams == 1 else f'{streams} streams'}, each at a multiple of {ALIGNMENT}"
     )
     return Remark("note", PlanMemory.name, message)
 

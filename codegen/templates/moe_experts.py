@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
 """Routed experts of a few tokens: every pick streams its expert's weights, a tile of columns a program.
 

@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false
 # Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
 """What follows the routed experts: the norm of their sum, the product out of the latent space, the shared experts."""
 

@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false
 # Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
 """Routed experts of many tokens: picks are listed by expert, and a program multiplies a tile of one expert's picks.
 

@@ -49,7 +49,7 @@ def measure(notify: Callable[[str], None]) -> Device:
             "vector_flops_per_second": "measured: a polynomial of high degree over 32-bit elements",
             "launch_seconds": "measured: an empty kernel node of a CUDA graph",
             "latency_seconds": f"measured: a kernel on {SMALL} elements that waits for another, less launch_seconds",
-            "event_seconds": f"measured: {CHAIN} small kernels on each of two branches of a graph, less one branch alone",
+            "event_seconds": f"measured: {CHAIN} small kernels on each of two branches, less one branch alone",
             "measured": f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}",
         },
     )

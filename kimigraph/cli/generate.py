@@ -1,5 +1,6 @@
 """``kimigraph generate``."""
 
+import sys
 import time
 from typing import Annotated, Any, Literal
 
@@ -121,17 +122,19 @@ def _ids(text: str) -> list[int]:
 def _run(generator: Any, prompts: list[list[int]], sampling: Any, quiet: bool) -> list[dict[str, Any]]:
     """Generate, printing what comes unless ``quiet``; one record for each prompt."""
     records: list[dict[str, Any]] = [{"prompt_ids": ids, "tokens": [], "text": None, "finish": ""} for ids in prompts]
-    growing = _Growing(generator) if len(prompts) == 1 and not quiet else None
-    with progress() as say:
-        for event in generator.stream(prompts, sampling) if growing is None else ():
-            _note(records[event.number], event)
-            say(f"{generator.engine.made} new tokens")
-            if event.finish is not None and not quiet:
-                _print_record(generator, event.number, records[event.number])
-    for event in generator.stream(prompts, sampling) if growing is not None else ():
-        _note(records[event.number], event)
-        if growing is not None:
+    if len(prompts) == 1 and not quiet:
+        growing = _Growing(generator)
+        for event in generator.stream(prompts, sampling):
+            _note(records[0], event)
             growing.show(event)
+    else:
+        results = sys.stdout  # which progress() keeps for them
+        with progress() as say:
+            for event in generator.stream(prompts, sampling):
+                _note(records[event.number], event)
+                say(f"{generator.engine.made} new tokens")
+                if event.finish is not None and not quiet:
+                    typer.echo(_line(generator, event.number, records[event.number]), file=results)
     for record in records:
         record["text"] = generator.text(record["tokens"])
     return records
@@ -143,9 +146,9 @@ def _note(record: dict[str, Any], event: Any) -> None:
     record["finish"] = event.finish or ""
 
 
-def _print_record(generator: Any, number: int, record: dict[str, Any]) -> None:
+def _line(generator: Any, number: int, record: dict[str, Any]) -> str:
     text = generator.text(record["tokens"])
-    typer.echo(f"[{number}] " + (text if text is not None else " ".join(map(str, record["tokens"]))))
+    return f"[{number}] " + (text if text is not None else " ".join(map(str, record["tokens"])))
 
 
 class _Growing:
@@ -187,5 +190,6 @@ def _rates(generator: Any, seconds: dict[str, float]) -> str:
     engine, taken = generator.engine, seconds["generate"]
     return (
         f"{engine.read} prompt tokens and {engine.made} new ones in {taken:.2f} s "
-        f"({engine.made / max(taken, 1e-9):.1f} new tokens/s) on {generator.programs.target}; ready after {seconds['prepare']:.1f} s"
+        f"({engine.made / max(taken, 1e-9):.1f} new tokens/s) on {generator.programs.target}; "
+        f"ready after {seconds['prepare']:.1f} s"
     )

@@ -1,4 +1,4 @@
-"""Moving nodes that do not wait for one another next to each other. What waits for what: ``kimigraph.ir.dependences``."""
+"""Moving nodes that do not wait for one another together. What waits for what: ``kimigraph.ir.dependences``."""
 
 from collections.abc import Collection
 

@@ -148,7 +148,8 @@ def test_report_and_explain(compiled: kimigraph.Compiled) -> None:
     assert (report.source, report.target, report.cache["status"]) == ("Model", "cpu:reference", "miss")
     assert [entry["rule"] for entry in report.fusions] == [
         "raise-kda", "raise-attention-residual", "raise-cache-writes", "raise-norms", "raise-moe",
-        "fuse-lightning-indexer", "fuse-sparse-attention", "fuse-indexer-attention", "merge-horizontal", "fuse-pointwise",
+        "fuse-lightning-indexer", "fuse-sparse-attention", "fuse-indexer-attention",
+        "merge-horizontal", "fuse-pointwise",
     ]  # fmt: skip
     assert "came near" in compiled.explain("fuse-sparse-attention")
     with pytest.raises(UsageError, match="fuse-nothing left no remark"):

@@ -156,7 +156,12 @@ BAD: dict[str, tuple[Callable[[Path], str], dict[str, Any], type[KimigraphError]
     "missing path": (lambda p: str(p / "nowhere"), {}, UsageError, "nowhere does not exist"),
     "no config.json": (lambda p: str(p), {}, UsageError, "has no config.json"),
     "no weights": (_weightless, {}, UsageError, r"no \*.safetensors files.*--random-weights"),
-    "unknown model type": (_unknown_type, {}, UsageError, "'llama' is not known; known are kimi_k31, deepseek_v32"),
+    "unknown model type": (
+        _unknown_type,
+        {},
+        UsageError,
+        "'llama' is not known; known are kimi_k31, kimi_linear, deepseek_v32",
+    ),
     "control flow": (
         lambda p: _function(p, "return x if x.sum() > 0 else -x"),
         {},

@@ -47,7 +47,7 @@ def test_a_request_has_shapes_strides_and_defaults(toolbox):
 
     request = kernel_request(semantic_nodes(toolbox.make_program(inputs, build))[0])
     assert request.op == "lightning_indexer"
-    assert list(request.tensors) == ["q", "keys", "weights", "lengths", "mask", "block_table"]
+    assert list(request.tensors) == ["q", "keys", "weights", "lengths", "mask", "block_table", "q_scales"]
     assert request.tensors["q"] == TensorSpec((2, 1, 4, 16), (64, 4, 1, 4), "bfloat16")
     assert request.tensors["lengths"] is None
     assert request.attributes == {"k": 3, "scale": 0.5, "rows": False, "descriptor": ""}
