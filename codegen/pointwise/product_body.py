@@ -133,13 +133,25 @@ class ProductBody(Body):
             shape = ast.parse(f"[ROWS, {step_name(depth)}]", mode="eval").body
             self._line(assignment(total, call("tl.zeros", shape, name("tl.float32"))))
         self._loop_along(depth)
-        self._emit({v.number: v for product in found for v in reversed(product.args)}.values())
+        operands = [operand for product in found for operand in reversed(product.args)]
+        self._emit({value.number: value for operand in operands for value in self._steps_of(operand)}.values())
         for product in found:
             x, w = map(self._operand, product.args)
             self._line(assignment(totals[product.number], call("tl.fma", w, x, name(totals[product.number]))))
         self.indent = "    "
         for product in found:
             self._line(assignment(self.names.value(product), self._reduced(product, name(totals[product.number]))))
+
+    def _steps_of(self, operand: Value) -> list[Value]:
+        """What changes along the depth and is needed for an operand, itself included: a gathered one has indices."""
+        wanted: set[int] = set()
+        waiting = [operand]
+        while waiting:
+            value = waiting.pop()
+            if value.number not in wanted and any(map(is_column, value.axes)):
+                wanted.add(value.number)
+                waiting.extend(value.args)
+        return [value for value in self.loops.values if value.number in wanted]
 
     def _dots(self, depth: Variable, found: list[Value]) -> None:
         groups = [[p for p in found if p.args[1] is w] for w in {p.args[1].number: p.args[1] for p in found}.values()]

@@ -134,6 +134,8 @@ def _suits_matrix_units(loops: Loops) -> bool:
             return False
         if any(ROW in product.args[0].axes for product in group):
             return False
+        if any(operand.args for product in group for operand in product.args):  # gathered ones have indices to load
+            return False
     return True
 
 

@@ -107,6 +107,14 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int], list[Tensor]]]] = {
         ],
     ),
     "written": (written, lambda n: [randn(n, 40), weight(50, 40), randn(n, 50)]),
+    "gathered": (
+        lambda x, w, i: torch.gather(x, 1, i).float() @ w.t(),
+        lambda n: [
+            randn(n, 40, dtype=BF16),
+            randn(50, 24, dtype=torch.float32),
+            torch.arange(24).mul(3).remainder(40).expand(n, 24).clone(),
+        ],
+    ),
     "columns first": (
         lambda x, w, r: x @ w + r,
         lambda n: [
