@@ -19,6 +19,7 @@ from kimigraph.ir.cost import graph_seconds
 from kimigraph.ir.errors import KimigraphError, UsageError
 from kimigraph.ir.launches import graph_launches
 from kimigraph.ir.manifest import Manifest
+from kimigraph.ir.memory_plan import arena_bytes
 from kimigraph.ir.policy import policy_of
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.remarks import PassResult
@@ -289,7 +290,7 @@ def _build(
         kernels=[{**asdict(item), "estimated_us": estimates[item.name] * 1e6} for item in manifest.kernels],
         launches={"before": launches.count, "after": manifest.launches},
         streams=asdict(summarize(program.graph_module.graph, context.device)),
-        memory={"arena_bytes": None, **cache_bill(program.inputs)},
+        memory={"arena_bytes": arena_bytes(program.graph_module.graph), **cache_bill(program.inputs)},
         quantization=list(program.info.get("quantization", ())),
         cache={"status": session.cache.status, "key": digest(graph), "reason": reason, "saved_seconds": 0.0},
         timing={"per_pass": dict(clock.seconds)},

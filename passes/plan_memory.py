@@ -24,6 +24,13 @@ class PlanMemory(Pass):
     name: ClassVar[str] = "plan-memory"
     summary: ClassVar[str] = "the tensors that a step makes for itself get their places in one arena"
     level: ClassVar[int] = 2
+    pattern: ClassVar[str] = "tensors that a step makes and does not return"
+    constraints: ClassVar[tuple[str, ...]] = (
+        "sizes known when compiled",
+        "used by operators with a schema alone",
+        "bytes are shared only by tensors of which one is made when all use of the other has ended",
+    )
+    effect: ClassVar[str] = "each has its place in one arena, for the dumps and the checker; the graph stays"
 
     def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:
         """Write offset and size into ``meta["buffer"]`` of every node that makes a tensor or takes it from several."""
@@ -45,11 +52,10 @@ class PlanMemory(Pass):
 
 def _summary(statistics: dict[str, int], lifetimes: Lifetimes) -> Remark:
     arena, bound = statistics["arena bytes"], statistics["lower bound"]
-    streams = lifetimes.order.streams
+    streams = "one stream" if lifetimes.order.streams == 1 else f"{lifetimes.order.streams} streams"
     message = (
-        f"{statistics['tensors']} tensors of {statistics['bytes']:,} bytes lie in an arena of {arena:,}: "
-        f"{arena / bound:.3f} times what is in use at once ({bound:,}), "
-        f"{'one stream' if streams == 1 else f'{streams} streams'}, each at a multiple of {ALIGNMENT}"
+        f"{statistics['tensors']} tensors of {statistics['bytes']:,} bytes fit an arena of {arena:,}: "
+        f"{arena / bound:.3f} times what is in use at once ({bound:,}); {streams}, multiples of {ALIGNMENT} bytes"
     )
     return Remark("note", PlanMemory.name, message)
 

@@ -27,6 +27,7 @@ BUILT_IN = {
     "fuse-pointwise": "kimigraph.passes.fuse_pointwise:FusePointwise",
     "merge-regions": "kimigraph.passes.merge_regions:MergeRegions",
     "assign-streams": "kimigraph.passes.assign_streams:AssignStreams",
+    "plan-memory": "kimigraph.passes.plan_memory:PlanMemory",
     "verify-schedule": "kimigraph.passes.verify_schedule:VerifySchedule",
 }
 """The passes of the default pipeline, in the order in which it runs them, with where each is defined."""

@@ -17,6 +17,9 @@ from kimigraph.ir.purity import mutated_arguments, storage_root
 from kimigraph.ir.schemas import is_plain_function
 from kimigraph.ir.stream_order import StreamOrder
 
+EXTENDED = 16
+"""With several streams, so many of the largest sets in use are looked at for what may run beside."""
+
 
 @dataclass(eq=False)
 class NewTensor:
@@ -87,15 +90,33 @@ class Lifetimes:
         return False
 
     def lower_bound(self, sizes: list[int]) -> int:
-        """No plan has a smaller peak: the largest sum of sizes in use while one node runs."""
-        total = [0] * len(self.order.work)
-        for tensor, size in zip(self.tensors, sizes, strict=True):
+        """No plan has a smaller peak: the largest sum found of sizes of tensors of which no two may share bytes.
+
+        Those are the tensors in use while one node runs and, with several streams, what may run beside it.
+        """
+        in_use: list[list[int]] = [[] for _ in self.order.work]
+        for number, tensor in enumerate(self.tensors):
             until = 0
             for node in tensor.uses:
                 until |= self.order.until(node)
             for position in _bits(self.order.since(tensor.maker) & until):
-                total[position] += size
-        return max(total, default=0)
+                in_use[position].append(number)
+
+        def total(numbers: list[int]) -> int:
+            return sum(sizes[number] for number in numbers)
+
+        in_use.sort(key=total, reverse=True)
+        if self._several:
+            in_use = [self._with_others(group, sizes) for group in in_use[:EXTENDED]]
+        return max(map(total, in_use), default=0)
+
+    def _with_others(self, group: list[int], sizes: list[int]) -> list[int]:
+        """``group`` and, large ones first, every tensor that may share bytes with none in it."""
+        found = list(group)
+        for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+            if number not in found and not any(self.may_share(number, other) for other in found):
+                found.append(number)
+        return found
 
     def span(self, number: int) -> tuple[Node, Node]:
         """The first and the last node, in the order of the graph, that touch a tensor."""

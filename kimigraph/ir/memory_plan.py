@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from kimigraph.ir.fake import describe
 from kimigraph.ir.lifetimes import Lifetimes, NewTensor
-from kimigraph.ir.stream_order import stream_of
+from kimigraph.ir.schedule import stream_of
 
 ALIGNMENT = 256
 """Every tensor of the arena begins at a multiple of this many bytes, as those of torch's own allocator do at 512."""
@@ -69,9 +69,8 @@ class MapEntry:
     stream: int
 
 
-def map_entries(graph: Graph) -> list[MapEntry]:
+def _entries(lifetimes: Lifetimes) -> list[MapEntry]:
     """The tensors of a planned graph by offset, then in the order in which they are made."""
-    lifetimes = Lifetimes(graph)
     entries: list[MapEntry] = []
     for number, tensor in enumerate(lifetimes.tensors):
         place = _place_of(tensor)
@@ -83,8 +82,8 @@ def map_entries(graph: Graph) -> list[MapEntry]:
 
 def print_map(graph: Graph) -> str:
     """The arena as a table: one line a tensor, in the order of offsets."""
-    entries = map_entries(graph)
     lifetimes = Lifetimes(graph)
+    entries = _entries(lifetimes)
     bound = lifetimes.lower_bound([aligned(tensor.nbytes) for tensor in lifetimes.tensors])
     total = arena_bytes(graph)
     head = [

@@ -12,11 +12,7 @@ from torch.fx import Graph, Node
 
 from kimigraph.ir.dependences import starts_work
 from kimigraph.ir.errors import CompileError
-
-
-def stream_of(node: Node) -> int:
-    """The number of the stream that the node runs on."""
-    return int(node.meta.get("stream", 0))
+from kimigraph.ir.schedule import stream_of, waits_of
 
 
 class StreamOrder:
@@ -35,7 +31,7 @@ class StreamOrder:
         last: dict[int, Node] = {}
         for node in self.work:
             direct = [last[stream_of(node)]] if stream_of(node) in last else []
-            direct += [_found(name, known, self._before, node) for name in node.meta.get("waits", ())]
+            direct += [_found(name, known, self._before, node) for name in waits_of(node)]
             self._before[node] = reduce(or_, (self.until(other) for other in direct), 0)
             self._waits.append([self.position[other] for other in direct])
             last[stream_of(node)] = node

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kimigraph.ir.errors import UsageError
+from kimigraph.ir.memory_plan import print_map
 from kimigraph.ir.printer import print_program
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.remarks import PassResult
@@ -20,7 +21,7 @@ from kimigraph.passes.pipeline import Pipeline
 
 MARKER = ".kimigraph-dumps.json"
 _OWN_NAME = re.compile(
-    r"\d{3}-[a-z0-9-]+\.(py|diff|failed\.txt)|remarks\.jsonl|timings\.json|graph\.dot|report\.html|reproducer\.py"
+    r"\d{3}-[a-z0-9-]+\.(py|diff|failed\.txt)|remarks\.jsonl|timings\.json|graph\.dot|report\.html|memory\.txt|reproducer\.py"
 )
 
 
@@ -112,6 +113,8 @@ class DumpPasses(Instrument):
         if difference:
             self._files.write(f"{stem}.diff", difference)
         self._before, self._last, self._stem = self._last, text, stem
+        if item.name == "plan-memory":
+            self._files.write("memory.txt", print_map(program.graph_module.graph))
         lines = [json.dumps({"index": index, **remark.as_dict()}) + "\n" for remark in result.remarks]
         self._files.append("remarks.jsonl", "".join(lines))
         entry = {"index": index, "pass": print_pass(item), "seconds": seconds, "modified": result.modified}

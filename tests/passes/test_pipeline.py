@@ -27,7 +27,7 @@ FUSING = [
     "insert-quantization",
 ]
 MERGING = [*FUSING, "merge-horizontal", "fuse-pointwise", "merge-regions"]
-ALL = [*MERGING, "assign-streams", "verify-schedule"]
+ALL = [*MERGING, "assign-streams", "plan-memory", "verify-schedule"]
 
 
 @dataclass(frozen=True)
