@@ -67,7 +67,7 @@ def _initialise_attention(layer: Any, config: Any, index: int, batch: int, dtype
         return
     pooled = hasattr(config, "index_kpool")
     width = 2 * config.index_head_dim + 1 if pooled else config.index_head_dim
-    setattr(layer, "packed_index_keys", pooled)  # noqa: B010 - an attribute that transformers does not declare
+    vars(layer)["packed_index_keys"] = pooled  # an attribute that transformers does not declare
     layer.lazy_initialization_indexer(empty(batch, 0, width))
 
 
