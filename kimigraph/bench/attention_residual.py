@@ -9,8 +9,8 @@ import torch
 from kimigraph.bench.kda import machine
 from kimigraph.bench.kernels import kernel_for
 from kimigraph.bench.peers import RESIDUAL_PEERS, PeerUnavailableError, adaptor
-from kimigraph.bench.protocol import Timing, relative_error, sets_for_cold_cache, time_in_graph
-from kimigraph.ir.errors import NumericsError, UsageError
+from kimigraph.bench.protocol import Timing, relative_error, require_gpu, sets_for_cold_cache, time_in_graph
+from kimigraph.ir.errors import NumericsError
 
 WIDTH = 7168
 POINTS = (*((tokens, sources) for tokens in (1, 64) for sources in (2, 5, 9)), (8192, 9))
@@ -27,8 +27,7 @@ def run(peers: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
 
     Raises UsageError without a GPU and NumericsError when a result is wrong at a point.
     """
-    if not torch.cuda.is_available():
-        raise UsageError("kimigraph bench needs an NVIDIA GPU, and torch sees none here")
+    require_gpu()
     torch.manual_seed(0)
     document: dict[str, Any] = {"machine": machine(), "width": WIDTH, "points": []}
     for tokens, sources in POINTS:

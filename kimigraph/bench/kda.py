@@ -10,9 +10,9 @@ import triton
 
 from kimigraph.bench import kda_decode, kda_prefill
 from kimigraph.bench.peers import DECODE_PEERS, PREFILL_PEERS, PeerUnavailableError, adaptor
-from kimigraph.bench.protocol import Timing, ceilings, relative_error, sets_for_cold_cache, time_in_graph
+from kimigraph.bench.protocol import Timing, ceilings, relative_error, require_gpu, sets_for_cold_cache, time_in_graph
 from kimigraph.bench.timeline import time_on_device
-from kimigraph.ir.errors import NumericsError, UsageError
+from kimigraph.ir.errors import NumericsError
 
 DECODE_POINTS = tuple((heads, batch) for heads in (24, 32, 48, 96) for batch in (1, 8, 64, 256))
 PREFILL_POINTS = (
@@ -28,8 +28,7 @@ def run(peers: Sequence[str], say: Callable[[str], None], decode: bool = True, p
 
     Raises UsageError without a GPU and NumericsError when our result is wrong at a point.
     """
-    if not torch.cuda.is_available():
-        raise UsageError("kimigraph bench needs an NVIDIA GPU, and torch sees none here")
+    require_gpu()
     torch.manual_seed(0)
     document: dict[str, Any] = {"machine": machine(), "decode": [], "prefill": []}
     for heads, batch in DECODE_POINTS if decode else ():

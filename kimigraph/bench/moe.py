@@ -1,6 +1,7 @@
 """``kimigraph bench moe``: routed experts of Kimi K3.1, against their weights' floor and torch's grouped product."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from kimigraph.bench.kda import machine
 from kimigraph.bench.kernels import kernel_for
-from kimigraph.bench.protocol import relative_error, time_in_graph
-from kimigraph.ir.errors import NumericsError, UsageError
+from kimigraph.bench.protocol import relative_error, require_gpu, time_in_graph
+from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.reference.moe_experts import choose_experts, gated
 
 WIDTH, INNER, OUTER, EXPERTS, PICKS = 1152, 1024, 2304, 256, 8
@@ -29,8 +30,7 @@ def run(parts: tuple[str, ...], peers: bool, say: Callable[[str], None]) -> dict
 
     Raises UsageError without a GPU and NumericsError when a result is wrong.
     """
-    if not torch.cuda.is_available():
-        raise UsageError("kimigraph bench needs an NVIDIA GPU, and torch sees none here")
+    require_gpu()
     torch.manual_seed(0)
     document: dict[str, Any] = {"machine": machine(), "moe": []}
     rate = document["machine"]["copy_tb_per_s"]
@@ -51,7 +51,7 @@ def point(tokens: int, peers: bool, rate: float) -> dict[str, Any]:
         forms["whole block"] = _ours(given, logits)
     if peers:
         forms["grouped products"] = _products(given, logits)
-        forms["torch"] = [_bound(grouped, given, row) for row in logits]
+        forms["torch"] = [partial(grouped, given, row) for row in logits]
     _check(given, bare, logits[0], forms)
     least, replays = (20, 11) if tokens <= 64 else (4, 5)
     times = {form: time_in_graph(calls, least, replays) for form, calls in forms.items()}
@@ -140,7 +140,7 @@ def exact(given: dict[str, Tensor | None], logits: Tensor) -> Tensor:
 
 def _ours(given: dict[str, Tensor | None], logits: list[Tensor]) -> list[Callable[[], Any]]:
     launch = kernel_for("moe_experts", given, ATTRIBUTES).launch
-    return [_bound(launch, *(given | {"logits": row}).values()) for row in logits]
+    return [partial(launch, *(given | {"logits": row}).values()) for row in logits]
 
 
 def _products(given: dict[str, Tensor | None], logits: list[Tensor]) -> list[Callable[[], Any]]:
@@ -150,7 +150,7 @@ def _products(given: dict[str, Tensor | None], logits: list[Tensor]) -> list[Cal
         picks = chosen_of(given, row)
         rows = _of(given, "x")[torch.argsort(picks.reshape(-1), stable=True) // PICKS]
         hidden = torch.randn(picks.numel(), INNER, device="cuda", dtype=torch.bfloat16)
-        calls.append(_bound(_both, given, rows, hidden, _ends(picks)))
+        calls.append(partial(_both, given, rows, hidden, _ends(picks)))
     return calls
 
 
@@ -192,7 +192,3 @@ def _of(given: dict[str, Tensor | None], name: str) -> Tensor:
     tensor = given[name]
     assert tensor is not None
     return tensor
-
-
-def _bound(call: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    return lambda: call(*arguments)

@@ -7,6 +7,7 @@ its favour: FlashMLA reads lists that were made before.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import geometric_mean
 from types import ModuleType
 from typing import Any
@@ -19,10 +20,10 @@ from kimigraph.bench.kda import machine
 from kimigraph.bench.kernels import kernel_for
 from kimigraph.bench.lightning_indexer import IndexerInputs
 from kimigraph.bench.peers import PAIR_PEERS, PeerUnavailableError, adaptor
-from kimigraph.bench.protocol import relative_error, time_in_graph
+from kimigraph.bench.protocol import relative_error, require_gpu, time_in_graph
 from kimigraph.bench.sparse_attention import LATENT, PICKS, ROPE, ROW, SCALE, TOLERANCE, AttentionInputs
 from kimigraph.ir.descriptors import LatentDescriptor
-from kimigraph.ir.errors import NumericsError, UsageError
+from kimigraph.ir.errors import NumericsError
 
 HEADS, PAGE = 64, 64
 POINTS = tuple((batch, length) for batch in (1, 8, 64) for length in (8192, 32768, 131072))
@@ -100,14 +101,14 @@ def point(batch: int, length: int, peers: Sequence[str]) -> dict[str, Any]:
 
     count = len(given.indexer.q)
     errors = [check(where, given, number, *call(number)) for number in (0, count - 1)]
-    time = time_in_graph([bound(call, number) for number in range(count)])
+    time = time_in_graph([partial(call, number) for number in range(count)])
     floor = batch * (length * lightning_indexer.KEY_BYTES + PICKS * ROW) / lightning_indexer.BYTES_AT_RATE
     found: dict[str, Any] = {"batch": batch, "length": length, "k": PICKS, "heads": HEADS}
     found["ours"] = {
         "us": time.as_dict(),
         "error": float(f"{max(errors):.3g}"),
         "route": f"{index.CONSTANTS['route']}; {attend.CONSTANTS['route']}",
-        "nodes": graph_nodes(bound(call, 0)),
+        "nodes": graph_nodes(partial(call, 0)),
     }
     found |= {"floor_us": round(floor, 2), "peers": {}}
     lists = torch.stack([call(number)[0] for number in range(min(count, 16))])
@@ -127,8 +128,7 @@ def run(peers: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
 
     Raises UsageError without a GPU and NumericsError when our result is wrong at a point.
     """
-    if not torch.cuda.is_available():
-        raise UsageError("kimigraph bench needs an NVIDIA GPU, and torch sees none here")
+    require_gpu()
     torch.manual_seed(0)
     document: dict[str, Any] = {"machine": machine(), "points": []}
     for shape in POINTS:
@@ -153,8 +153,3 @@ def line(found: dict[str, Any]) -> str:
             f"{peer['us']['median']:.2f} us, ratio {peer['ratio']:.2f}" if "us" in peer else peer["unavailable"]
         )
     return text
-
-
-def bound(call: Callable[[int], Any], number: int) -> Callable[[], Any]:
-    """The call on one input set."""
-    return lambda: call(number)

@@ -9,11 +9,11 @@ import torch
 
 from kimigraph.bench.kda import machine
 from kimigraph.bench.pointwise_chains import CHAINS, Chain
-from kimigraph.bench.protocol import relative_error, sets_for_cold_cache, time_in_graph
+from kimigraph.bench.protocol import relative_error, require_gpu, sets_for_cold_cache, time_in_graph
 from kimigraph.capture import capture_module
 from kimigraph.codegen import build_artifact
 from kimigraph.ir.config import CompileConfig
-from kimigraph.ir.errors import NumericsError, UsageError
+from kimigraph.ir.errors import NumericsError
 from kimigraph.passes import PassContext, Pipeline, run_pipeline
 from kimigraph.runtime.executor import Executor
 
@@ -28,8 +28,7 @@ def run(chosen: Sequence[str], say: Callable[[str], None], tokens: Sequence[int]
 
     Raises UsageError without a GPU and NumericsError where a kernel's result differs from eager's.
     """
-    if not torch.cuda.is_available():
-        raise UsageError("kimigraph bench needs an NVIDIA GPU, and torch sees none here")
+    require_gpu()
     torch.manual_seed(0)
     document: dict[str, Any] = {"machine": machine(), "points": []}
     for chain in CHAINS:

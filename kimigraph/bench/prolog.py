@@ -3,6 +3,7 @@
 import importlib.util
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule
 
 from kimigraph.bench.kda import machine
-from kimigraph.bench.protocol import relative_error, sets_for_cold_cache, time_in_graph
+from kimigraph.bench.protocol import relative_error, require_gpu, sets_for_cold_cache, time_in_graph
 from kimigraph.codegen.regions import BUILDERS
-from kimigraph.ir.errors import NumericsError, UsageError
+from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.row_products import MOST_ROWS
 
 GROUPS: dict[str, tuple[int, tuple[int, ...], int]] = {
@@ -33,8 +34,7 @@ def run(say: Callable[[str], None]) -> dict[str, Any]:
 
     Raises UsageError without a GPU and NumericsError when a merged result is wrong.
     """
-    if not torch.cuda.is_available():
-        raise UsageError("kimigraph bench needs an NVIDIA GPU, and torch sees none here")
+    require_gpu()
     torch.manual_seed(0)
     document: dict[str, Any] = {"machine": machine(), "prolog": []}
     rate = document["machine"]["copy_tb_per_s"]
@@ -71,7 +71,7 @@ def point(batch: int, depth: int, columns: tuple[int, ...], wide: int, rate: flo
         forms["one kernel"] = one_kernel
     for form in list(forms)[1:]:
         _check(form, forms[form](0), x, given)
-    times = {form: time_in_graph([_bound(call, n) for n in range(len(weights))]) for form, call in forms.items()}
+    times = {form: time_in_graph([partial(call, n) for n in range(len(weights))]) for form, call in forms.items()}
     # What the compiler makes: one kernel where types differ, else one product of the library.
     chosen = "one kernel" if wide and one is not None else "side by side"
     return {
@@ -95,10 +95,6 @@ def _weight(columns: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _wide_product(x: torch.Tensor, weight: torch.Tensor | None) -> list[torch.Tensor]:
     return [] if weight is None else [F.linear(x.float(), weight)]
-
-
-def _bound(call: Callable[[int], Any], number: int) -> Callable[[], Any]:
-    return lambda: call(number)
 
 
 def _kernel(x: torch.Tensor, weights: list[torch.Tensor]) -> Callable[..., Any]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from kimigraph.ir.errors import UsageError
+
 COLD_BYTES = 240 * 2**20  # four times the L2 cache of an H200
 REPLAYS = 11
 CALLS = 20
@@ -28,6 +30,12 @@ class Timing:
         numbers = {"median": self.median, "least": self.least, "most": self.most}
         rounded: dict[str, Any] = {name: round(value, 3) for name, value in numbers.items()}
         return rounded | {"samples": [round(value, 3) for value in self.samples]}
+
+
+def require_gpu() -> None:
+    """UsageError where there is nothing to time on."""
+    if not torch.cuda.is_available():
+        raise UsageError("kimigraph bench needs an NVIDIA GPU, and torch sees none here")
 
 
 def sets_for_cold_cache(nbytes: int, most: int = 256) -> int:

@@ -9,8 +9,8 @@ import torch
 from kimigraph.bench.kda import machine
 from kimigraph.bench.kernels import kernel_for
 from kimigraph.bench.peers import PeerUnavailableError, adaptor
-from kimigraph.bench.protocol import Timing, ceilings, sets_for_cold_cache, time_in_graph
-from kimigraph.ir.errors import NumericsError, UsageError
+from kimigraph.bench.protocol import Timing, require_gpu, sets_for_cold_cache, time_in_graph
+from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.operators import OPERATORS
 
 WIDTH = 7168
@@ -46,12 +46,11 @@ def run(chosen: Sequence[str], say: Callable[[str], None], tokens: Sequence[int]
 
     Raises UsageError without a GPU and NumericsError where a kernel's bytes are not those of the reference.
     """
-    if not torch.cuda.is_available():
-        raise UsageError("kimigraph bench needs an NVIDIA GPU, and torch sees none here")
-    document: dict[str, Any] = {"machine": machine(), "ceilings": ceilings(), "points": []}
+    require_gpu()
+    document: dict[str, Any] = {"machine": machine(), "points": []}
     for subject in SUBJECTS:
         for count in tokens:
-            document["points"].append(point(subject, count, chosen, document["ceilings"]["copy_tb_per_s"]))
+            document["points"].append(point(subject, count, chosen, document["machine"]["copy_tb_per_s"]))
             say(line(document["points"][-1]))
     return document
 

@@ -8,7 +8,7 @@ import torch
 
 from kimigraph.bench import indexer_prefill, lightning_indexer, sparse_attention
 from kimigraph.bench.kda import machine
-from kimigraph.ir.errors import UsageError
+from kimigraph.bench.protocol import require_gpu
 
 
 def run(subject: str, peers: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
@@ -16,8 +16,7 @@ def run(subject: str, peers: Sequence[str], say: Callable[[str], None]) -> dict[
 
     Raises UsageError without a GPU and NumericsError when our result is wrong at a point.
     """
-    if not torch.cuda.is_available():
-        raise UsageError("kimigraph bench needs an NVIDIA GPU, and torch sees none here")
+    require_gpu()
     torch.manual_seed(0)
     document: dict[str, Any] = {"machine": machine(), "points": []}
     measure: Callable[..., dict[str, Any]] = lightning_indexer.point if subject == "li" else sparse_attention.point
