@@ -199,7 +199,9 @@ def index_rows(
             for start in range(0, reach, GROUP):
                 first = start // 64
                 for page in range(first, tl.minimum(first + GROUP // 64, pages)):
-                    entry = tile_entry(block_table, sequence, page, TABLE_STRIDE, INTERPRET)
+                    # A pipelined loop reads entries ahead, and the load that is spelled out can not be masked.
+                    held = tl.minimum(page, pages - 1)
+                    entry = tile_entry(block_table, sequence, held, TABLE_STRIDE, INTERPRET)
                     tile = tile_keys(tiles, sequence, entry, UNIT, WHOLE, QUANTISED, INTERPRET)
                     slot = stage + (page - first) * 64
                     stage_scores(tile, query_a, weight_a, slot, H, GROUP, INTERPRET)
@@ -225,12 +227,12 @@ def index_rows(
             tl.debug_barrier()
 
 
-def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales=None):
+def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales=None, *, memory=torch):
     """The operator's tensors in schema order -> int32 [B, S, k]."""
     del mask
     scratch = {"dtype": torch.int32, "device": q.device}
-    stage = torch.empty(CONSTANTS["stage"], dtype=torch.float32, device=q.device)
-    found, places, picked = (torch.empty(CONSTANTS[name], **scratch) for name in ("found", "found", "picked"))
+    stage = memory.empty(CONSTANTS["stage"], dtype=torch.float32, device=q.device)
+    found, places, picked = (memory.empty(CONSTANTS[name], **scratch) for name in ("found", "found", "picked"))
     constants = CONSTANTS["index_rows"]
     tiles = keys
     if not INTERPRET:

@@ -71,7 +71,10 @@ def kernel(tmp_path: Path):
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        vars(module)["torch"] = PoisonedTorch(poison)
+        poisoned = PoisonedTorch(poison)
+        vars(module)["torch"] = poisoned
+        if "memory" in (module.launch.__kwdefaults__ or {}):
+            module.launch.__kwdefaults__["memory"] = poisoned
         return module
 
     return make
