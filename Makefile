@@ -13,7 +13,7 @@ DEMO   := .demo
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types rooms rules format clean
+.PHONY: help demo test memcheck check lint types rooms rules format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,12 @@ demo: $(READY) ## Compile the small example model, verify it against its own eag
 test: $(READY) ## Run all tests: first with the Triton compiler, then with its interpreter
 	$(PYTEST) -n $(JOBS) --ignore tests/interpreter
 	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) tests/interpreter
+
+memcheck: $(READY) ## On a GPU: memory errors of the indexer, attention and cache writers, found by compute-sanitizer
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
+		$(PYTEST) -p no:randomly tests/gpu/test_indexer_gpu.py tests/gpu/test_lightning_indexer_prefill_gpu.py \
+		tests/gpu/test_kernels_gpu.py tests/gpu/test_cache_writers_gpu.py \
+		-k "exact_sets or short_rows or unmapped or cache_rows or own_limits or prefill or attention_at_width or many"
 
 check: lint types rooms rules ## Check style, types, the arrows between rooms and house rules (-k: do not stop at the first)
 

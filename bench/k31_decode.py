@@ -4,6 +4,8 @@
 
 Times are medians over replays with the caches nearly full: ``host`` per call as a user sees it, ``graph`` the same step
 captured as one CUDA graph (device time without launch overhead). Launches are the nodes of that graph, by kind.
+``--level`` takes another optimization level, ``--only`` some of the steps (``--only kimigraph`` needs no peer), and
+``--trace`` lists what one replay ran, with microseconds.
 """
 
 import argparse
@@ -21,20 +23,24 @@ from typing import Any
 import torch
 
 from kimigraph.bench.graph_nodes import graph_nodes
+from kimigraph.bench.graph_trace import graph_trace
 from kimigraph.bench.protocol import time_in_graph
 from kimigraph.capture import capture_module
 from kimigraph.capture.program import tensors_of
 from kimigraph.codegen import build_artifact
+from kimigraph.compiler import pass_context
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.models.kimi_k31 import KimiK31Config, KimiK31ForCausalLM, new_cache
-from kimigraph.passes import PassContext, default_pipeline, fusion_summary, run_pipeline
+from kimigraph.passes import default_pipeline, fusion_summary, run_pipeline
 from kimigraph.runtime.executor import Executor
 from kimigraph.selections import with_selections
 from kimigraph.verify import EAGER_FACTOR, run_artifact, run_graph
 
 UNMERGED = ("merge-horizontal", "fuse-pointwise", "merge-regions")
 """Without these passes a program has a kernel for every operator that the others leave."""
+
+STEPS = ("kimigraph", "unmerged", "eager", "torch.compile")
 
 CONFIG = Path(__file__).parent.parent / "examples" / "k31" / "config.json"
 
@@ -123,7 +129,7 @@ def program_of(
 ) -> tuple[Executor, CapturedProgram, dict[str, Any]]:
     """The compiled step, the graph that it was built of, and facts about it."""
     program, device_config = captured.copy(), replace(config, target="cuda")
-    records = run_pipeline(program, default_pipeline(device_config), PassContext(device_config), [])
+    records = run_pipeline(program, default_pipeline(device_config), pass_context(device_config), [])
     directory.mkdir()
     manifest = build_artifact(program, "cuda", directory, self_test=False)
     executor = Executor(directory, {s.source: captured.tensors[s.name] for s in captured.inputs if s.bound})
@@ -131,21 +137,22 @@ def program_of(
     return executor, program, {"fusions": fusions, "launches": manifest.launches}
 
 
-def nodes_of(step: Callable[[], Any]) -> dict[str, int] | str:
-    """Nodes by kind of the step's CUDA graph; the reason where it cannot be captured."""
+def captured_facts(facts: Callable[[Callable[[], Any]], Any], step: Callable[[], Any]) -> Any:
+    """What ``facts`` says of the step's CUDA graph; the reason where it cannot be captured."""
     try:
-        return graph_nodes(step)
+        return facts(step)
     except Exception as error:
         return f"not capturable: {type(error).__name__}: {str(error)[:200]}"
 
 
-def one(batch: int, context: int, layers: int, compare: bool) -> dict[str, Any]:
+def one(batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """All figures of one shape."""
     torch.compiler.reset()
-    config = CompileConfig(target="cuda", batch=batch, context=context)
+    context, layers = options.context, options.layers
+    config = CompileConfig(target="cuda", batch=batch, context=context, opt_level=options.level)
     model = random_model(layers, torch.bfloat16)
     args = example(model, batch, context)
-    record: dict[str, Any] = {"batch": batch, "context": context, "layers": layers}
+    record: dict[str, Any] = {"batch": batch, "context": context, "layers": layers, "level": options.level}
     start = time.perf_counter()
     captured = capture_module(model, args, {}, config)
     record["capture_seconds"] = time.perf_counter() - start
@@ -154,28 +161,31 @@ def one(batch: int, context: int, layers: int, compare: bool) -> dict[str, Any]:
         picked.mkdir()
         executor, program, facts = program_of(captured, config, directory)
         record |= facts
-        plain = replace(config, disabled_passes=UNMERGED)
-        unmerged, _, record["unmerged"] = program_of(captured, plain, Path(scratch) / "unmerged")
         flat = [t for s, t in zip(captured.inputs, tensors_of(captured, args, {}), strict=True) if not s.bound]
-        if compare:
+        if options.check:
             extended, names = with_selections(program)
             build_artifact(extended, "cuda", picked, self_test=False)
             values = run_artifact(picked, extended, tensors_of(captured, args, {}), torch.device("cuda")).values
             picks = {name: values[f"picks.{name}"] for name in names}
             record["correct"] = check(captured, widened(model, captured, args, layers), directory, picks, args)
             torch.cuda.empty_cache()
-        compiled = torch.compile(model, dynamic=False)
-        steps: dict[str, Callable[[], Any]] = {
-            "kimigraph": lambda: executor(*flat),
-            "kimigraph, unmerged": lambda: unmerged(*flat),
-            "eager": lambda: model(*args),
-            "torch.compile": lambda: compiled(*args),
-        }
+        steps: dict[str, Callable[[], Any]] = {"kimigraph": lambda: executor(*flat)}
+        if "unmerged" in options.only:
+            plain = replace(config, disabled_passes=UNMERGED)
+            unmerged, _, record["unmerged"] = program_of(captured, plain, Path(scratch) / "unmerged")
+            steps["kimigraph, unmerged"] = lambda: unmerged(*flat)
+        if "eager" in options.only:
+            steps["eager"] = lambda: model(*args)
+        if "torch.compile" in options.only:
+            compiled = torch.compile(model, dynamic=False)
+            steps["torch.compile"] = lambda: compiled(*args)
         with torch.no_grad():
             record["microseconds"] = {
                 name: {"host": host_time(step), "graph": graph_time(step)} for name, step in steps.items()
             }
-            record["graph_nodes"] = {name: nodes_of(step) for name, step in steps.items()}
+            record["graph_nodes"] = {name: captured_facts(graph_nodes, step) for name, step in steps.items()}
+            if options.trace and batch == options.batch[-1]:  # a profiler slows what is timed after it
+                record["trace"] = captured_facts(graph_trace, steps["kimigraph"])
     return record
 
 
@@ -185,9 +195,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--level", type=int, choices=range(4), default=CompileConfig().opt_level)
+    parser.add_argument("--only", nargs="+", choices=STEPS, default=STEPS, help="what is timed")
+    parser.add_argument("--trace", action="store_true", help="profile one replay at the last batch size")
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    rows = [one(batch, options.context, options.layers, batch == options.batch[0]) for batch in options.batch]
+    rows = [one(batch, options) for batch in options.batch]
     document = {
         "command": "PYTHONPATH=. python " + " ".join(sys.argv),
         "device": torch.cuda.get_device_name(),
@@ -197,7 +211,7 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     for row in rows:
-        print(json.dumps({key: value for key, value in row.items() if key != "correct"}))
+        print(json.dumps({key: value for key, value in row.items() if key not in ("correct", "trace")}))
         print("correct", row.get("correct", {}).get("passed"))
 
 

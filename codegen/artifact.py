@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import kimigraph
 from kimigraph.codegen.architecture import cubin_arch
+from kimigraph.codegen.arena_text import ARENA_FILE
 from kimigraph.codegen.capturable import uncapturable
 from kimigraph.codegen.constants import CONSTANTS_FILE, folded_constants
 from kimigraph.codegen.cross_compile import compile_kernels
@@ -62,7 +63,8 @@ def build_artifact(
     ) as beside:  # the compiler runs in processes of its own; meanwhile this one writes the rest
         building = None if arch is None else beside.submit(compile_kernels, kernels, directory, arch, notify)
         streams = stream_count(bound.graph_module.graph.nodes)
-        texts = {"program.py": program_text(bound, kernels, title), **support_files(kernels.ahead_of_time, streams)}
+        text = program_text(bound, kernels, title)
+        texts = {"program.py": text, **support_files(kernels.ahead_of_time, streams, ARENA_FILE in text)}
         paths += [*_write(texts, directory), *_write_constants(bound, directory)]
         sums = _checksums(program, target, seed, notify) if self_test else {}
         if building is not None:

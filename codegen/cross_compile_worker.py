@@ -8,6 +8,7 @@ why.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -31,11 +32,12 @@ def main() -> int:
         print(f"target cuda:sm_{arch}: Triton {triton.__version__} builds {names}; choose one of them", file=sys.stderr)
         return UNSUPPORTED
     print("[]", flush=True)
+    os.chdir(directory)  # files are named from here: a cubin holds that name, and not where it was built
     modules: dict[str, ModuleType] = {}
     for job in chain(request.get("jobs", ()), map(json.loads, sys.stdin)):
         try:
             if job["source"] not in modules:
-                modules[job["source"]] = import_file(directory / job["source"], len(modules))
+                modules[job["source"]] = import_file(Path(job["source"]), len(modules))
             written = compile_job(job, modules[job["source"]], directory)
         except Exception as error:
             reason = " ".join(str(innermost(error)).split())[-800:] or type(error).__name__
@@ -59,7 +61,11 @@ def tool(name: str) -> str:
 
 
 def import_file(path: Path, number: int) -> ModuleType:
-    """The kernel file as a module; Triton reads the functions' source through its path."""
+    """The kernel file as a module; Triton reads the functions' source through its path.
+
+    Its time becomes a fixed one, as ptxas writes it into the table of lines.
+    """
+    os.utime(path, (0, 0))
     module = ModuleType(f"kernels_{number}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module

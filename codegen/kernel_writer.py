@@ -1,5 +1,6 @@
 """The kernel files of an artifact: which file computes each semantic node, and how ``program.py`` calls it."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from kimigraph.codegen.architecture import cubin_arch
 from kimigraph.codegen.host_half import host_half
 from kimigraph.codegen.kernel import KernelModule
 from kimigraph.codegen.reference_writer import reference_text
-from kimigraph.codegen.regions import build_region_kernel, kernel_cost, kernel_kind, operators_within
+from kimigraph.codegen.regions import build_region_kernel, kernel_cost, kernel_kind, operators_within, region_key
 from kimigraph.codegen.request import kernel_request, semantic_operator, tensor_arguments
 from kimigraph.codegen.source_text import CallText, NameOf, argument_text, call_arguments, one_line, wrap
 from kimigraph.ir.errors import CompileError
@@ -155,14 +156,11 @@ def build_kernels(graph: Graph, target: str) -> KernelSet:
     files: dict[tuple[Any, ...], KernelFile] = {}
     file_of: dict[str, KernelFile] = {}
     numbers: dict[str, int] = {}
-    built: dict[str, KernelModule] = {}
+    built: dict[Hashable, KernelModule] = {}
     for node in nodes:
         op = kernel_kind(node) or ""
-        if node.op == "call_module":
-            module = build_region_kernel(node)
-        else:
-            request = repr(kernel_request(node, target))
-            module = built[request] = built.get(request) or _build(node, op, target)
+        request = region_key(node) if node.op == "call_module" else repr(kernel_request(node, target))
+        module = built[request] = built.get(request) or _build(node, op, target)
         # Equal layers share a file, unless cubins would differ: what lies at multiples of 16 bytes is compiled in.
         key = (op, module.identity or module.text, tuple(launch.divisible for launch in module.launches))
         if key not in files:
@@ -175,6 +173,8 @@ def build_kernels(graph: Graph, target: str) -> KernelSet:
 
 
 def _build(node: Node, op: str, target: str) -> KernelModule:
+    if node.op == "call_module":
+        return build_region_kernel(node)
     # Imported here: a cpu:reference build needs no kernel templates.
     from kimigraph.codegen.specialize import BUILDERS
 

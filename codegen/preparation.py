@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.ir.row_products import is_cast_alone
 
 _CAT = torch.ops.aten.cat.default
+_ROTATED = OPERATORS["hadamard_rows"].overload
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class PreparedProgram:
 def prepared(program: CapturedProgram) -> PreparedProgram:
     """Take what passes marked as prepared (``meta["prepared"]``) out of the step; ``program`` itself stays as it is.
 
-    That is, concatenations and casts of weights that no step updates. Weights that something else reads too stay
-    inputs.
+    That is, concatenations, casts and rotations of weights that no step updates. Weights that something else reads too
+    stay inputs.
     """
     copy = program.copy()
     graph = copy.graph_module.graph
@@ -72,8 +74,9 @@ def prepared(program: CapturedProgram) -> PreparedProgram:
 
 
 def prepared_from(node: Node, specs: dict[str, InputSpec]) -> list[Node]:
-    """The weights that the node concatenates or casts, when it does nothing else and no step updates them."""
-    given: Any = node.args[0] if node.target is _CAT else node.args[:1] if is_cast_alone(node) else []
+    """The weights that the node concatenates, casts or rotates, when it does nothing else and no step updates them."""
+    alone = node.target is _ROTATED or is_cast_alone(node)
+    given: Any = node.args[0] if node.target is _CAT else node.args[:1] if alone else []
     found = [specs.get(part.name) if isinstance(part, Node) and part.op == "placeholder" else None for part in given]
     own = all(spec is not None and spec.kind == "weight" and not spec.mutated for spec in found)
     return list(given) if own else []
@@ -84,6 +87,9 @@ def _step(node: Node, names: list[str]) -> tuple[str, dict[str, Any]]:
     if node.target is _CAT:
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
         return joined(names), {"op": "cat", "dim": dim, "of": names}
+    if node.target is _ROTATED:
+        width = node.kwargs["width"]
+        return f"{names[0]} rotated by {width}", {"op": "hadamard", "width": width, "of": names}
     dtype = str(node.meta["val"].dtype).removeprefix("torch.")
     return f"{names[0]} as {dtype}", {"op": "cast", "dtype": dtype, "of": names}
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from kimigraph.codegen.arena_text import ArenaText, arena_text
 from kimigraph.codegen.kernel_writer import KernelSet
 from kimigraph.codegen.regions import kernel_kind
 from kimigraph.codegen.source_text import LINE_LENGTH, one_line, operator_call, wrap
@@ -20,9 +21,9 @@ from kimigraph.ir.spelling import format_argument, region_function, variable_nam
 
 _RESERVED = frozenset(
     (
-        *("DEVICE", "HERE", "ModuleType", "Path", "SimpleNamespace", "aten", "constants", "cubins", "driver"),
-        *("hashlib", "kernels", "lanes", "load", "math", "operator", "os", "reference", "step", "streams", "sys"),
-        "torch",
+        *("DEVICE", "HERE", "ModuleType", "Path", "SimpleNamespace", "arena", "aten", "constants", "cubins"),
+        *("driver", "hashlib", "kernels", "lanes", "load", "math", "memory", "operator", "os", "reference", "step"),
+        *("streams", "sys", "torch"),
     )
 )
 _BUILT_IN = ("aten", "prims", "_c10d_functional", "kimigraph")
@@ -90,8 +91,9 @@ def program_text(program: CapturedProgram, kernels: KernelSet, title: ProgramTit
     loads = [_CONSTANTS.strip()] if any(node.op == "get_attr" for node in written) else []
     streams = stream_text(nodes, names)
     loads += [f'streams = load("{STREAMS_FILE}")'] if streams.count > 1 else []
-    loads += kernels.imports()
-    step = [*_signature(program, names), *_body(nodes, kernels, names, streams)]
+    arena = arena_text(program.graph_module.graph, kernels)
+    loads += [*arena.load(), *kernels.imports()]
+    step = [*_signature(program, names), *_body(nodes, kernels, names, streams, arena)]
     functions = [_region(node, child, kernels) for node, child in regions]
     parts = [head, "\n".join(loads), *functions, "\n".join(step), _SCRIPT]
     return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
@@ -158,15 +160,20 @@ def _region(node: Node, child: GraphModule, kernels: KernelSet) -> str:
         signature = [f"def {region_function(node)}(", *(f"{line}," for line in head), "):"]
     title = f'    """Region {node.target}, {node.meta.get("region", "")}."""'
     single = isinstance(nodes[-1].args[0], Node)
-    return "\n".join([*signature, title, *_body(nodes, kernels, names, StreamText(), single)])
+    return "\n".join([*signature, title, *_body(nodes, kernels, names, StreamText(), ArenaText(), single)])
 
 
 def _body(
-    nodes: list[Node], kernels: KernelSet, names: dict[Node, str], streams: StreamText, single: bool = False
+    nodes: list[Node],
+    kernels: KernelSet,
+    names: dict[Node, str],
+    streams: StreamText,
+    arena: ArenaText,
+    single: bool = False,
 ) -> list[str]:
     """A statement for each node, a comment where the module changes, and what no later node reads is freed."""
     dying = _last_uses(nodes)
-    lines = streams.fork()
+    lines = [*arena.begin(), *streams.fork()]
     module, stream = None, 0
     for node in nodes:
         if node.op == "placeholder" or _proven(node):
@@ -180,7 +187,7 @@ def _body(
             lines.append(f"{indent}# {one_line(path) or 'top'}")
             module = path
         lines += streams.join() if node.op == "output" else streams.before(node, indent)
-        lines += _statement(node, kernels, names, single, indent)
+        lines += _statement(node, kernels, names, arena, single, indent)
         lines += streams.after(node, indent)
         lines += wrap([names[dead] for dead in dying.get(node, []) if dead not in streams.held], f"{indent}del ")
     return lines
@@ -196,7 +203,9 @@ def _last_uses(nodes: list[Node]) -> dict[Node, list[Node]]:
     return dying
 
 
-def _statement(node: Node, kernels: KernelSet, names: dict[Node, str], single: bool, indent: str) -> list[str]:
+def _statement(
+    node: Node, kernels: KernelSet, names: dict[Node, str], arena: ArenaText, single: bool, indent: str
+) -> list[str]:
     def name_of(argument: Node) -> str:
         return names[argument]
 
@@ -208,6 +217,7 @@ def _statement(node: Node, kernels: KernelSet, names: dict[Node, str], single: b
     if node.op == "get_attr":
         return [f'{prefix}constants["{node.target}"]  # {comment}']
     call = kernels.call(node, name_of) if kernel_kind(node) else operator_call(node, name_of)
+    call = arena.into_place(node, call, name_of)
     return [f"{prefix}{call}  # {comment}"] if isinstance(call, str) else call.render(prefix, comment)
 
 

@@ -1,7 +1,9 @@
 """Regions of a graph as kernels: which kinds can be built, and what one costs."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, cast
 
+import torch
 from torch.fx import GraphModule, Node
 
 from kimigraph.codegen import horizontal
@@ -36,6 +38,45 @@ def kernel_cost(node: Node) -> Cost:
         return call_cost(node)
     work = fused_work(list(child.graph.nodes))
     return Cost(work.bytes, work.total_flops)
+
+
+def region_key(node: Node) -> Hashable:
+    """What the kernel of a region follows from: kind, operators, arguments and forms of values; names are left out."""
+    child = region_module(node)
+    return kernel_kind(node), None if child is None else _content(child)
+
+
+def _content(graph_module: GraphModule) -> Hashable:
+    nodes = list(graph_module.graph.nodes)
+    position = {node: number for number, node in enumerate(nodes)}
+    inner = (region_module(node) if node.op == "call_module" else None for node in nodes)
+    return tuple(
+        (
+            node.op,
+            node.target if child is None else _content(child),
+            _key(node.args, position),
+            _key(node.kwargs, position),
+            _form(node.meta.get("val")),
+            bool(node.meta.get("prepared")),
+        )
+        for node, child in zip(nodes, inner, strict=True)
+    )
+
+
+def _key(value: Any, position: dict[Node, int]) -> Hashable:
+    if isinstance(value, Node):
+        return position[value]
+    if isinstance(value, list | tuple):
+        return tuple(_key(item, position) for item in cast("Iterable[Any]", value))
+    if isinstance(value, dict):
+        return tuple((name, _key(item, position)) for name, item in cast("dict[str, Any]", value).items())
+    return type(value), repr(value)
+
+
+def _form(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
+    return tuple(_form(item) for item in cast("Iterable[Any]", value)) if isinstance(value, list | tuple) else None
 
 
 def build_region_kernel(node: Node) -> KernelModule:

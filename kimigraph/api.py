@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from kimigraph.capture import capture_module
 from kimigraph.capture.function_source import module_source
 from kimigraph.capture.identity import call_digest
-from kimigraph.capture.named_caches import named_cache_hints
+from kimigraph.capture.named_caches import described_by_operators, named_cache_hints
 from kimigraph.capture.signature import normalize_call
 from kimigraph.compiler import build, discarding, keep, new_session, read_manifest, resolve_target
 from kimigraph.ir.config import MAX_GRAPHS, MAX_SHAPES, CompileConfig
@@ -264,6 +264,7 @@ class _Compiler:
                     asked = policy_of(self._config.policy).quantises
                     hints = named_cache_hints(self._model, args, kwargs) if asked else None
                     captured = capture_module(self._model, args, kwargs, self._config, hints)
+                    described_by_operators(captured)
                     captured.info["shape_key"] = shape_key
                 report, finished = build(captured, directory, session)
                 if self._config.verify:

@@ -1,10 +1,12 @@
 """The road from a source to an artifact: capture, passes, code generation, with the compile cache beside it."""
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,17 @@ import torch
 from kimigraph.capture import ModelSource, capture, load_source
 from kimigraph.codegen import build_artifact
 from kimigraph.codegen.architecture import ahead_of_time_arch
+from kimigraph.codegen.launch_memory import describe_memory
 from kimigraph.ir.cache_formats import cache_bill
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.cost import graph_seconds
+from kimigraph.ir.device import device_for
 from kimigraph.ir.errors import KimigraphError, UsageError
 from kimigraph.ir.launches import graph_launches
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.memory_plan import arena_bytes
 from kimigraph.ir.policy import policy_of
+from kimigraph.ir.printer import print_program
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.remarks import PassResult
 from kimigraph.ir.report import CompileReport
@@ -114,12 +119,15 @@ class Session:
         """Whether somebody will read the dumps of a hit: they were asked for, or the report shows them."""
         return bool(self.config.dump_passes or self.config.report)
 
-    def dumping(self) -> list[Instrument]:
-        """The instrument that dumps, unless nobody will read it: no dumps, no report, nothing kept in the cache."""
+    def dumping(self, captured: str) -> list[Instrument]:
+        """The instrument that dumps, unless nobody will read it: no dumps, no report, nothing kept in the cache.
+
+        ``captured`` is the text of the capture.
+        """
         if not (self.config.dump_passes or self.config.report or self.cache.writes):
             return []
         self.shown = self.dumps
-        return [DumpPasses(self.dumps)]
+        return [DumpPasses(self.dumps, device_for(replace(self.config, target=self.target)), captured)]
 
 
 def resolve_target(target: str) -> str:
@@ -155,6 +163,11 @@ def _check_policy(config: CompileConfig, pipeline: Pipeline) -> None:
             f"policy '{policy.name}' needs the pass insert-quantization, and the pipeline '{pipeline}' lacks it: "
             "leave out --policy, or let the pass run (-O1 and up)"
         )
+
+
+def pass_context(config: CompileConfig) -> PassContext:
+    """What the passes see of a compilation for the concrete target of ``config``."""
+    return PassContext(config, describe_memory=partial(describe_memory, target=config.target))
 
 
 def compile_source(
@@ -200,7 +213,7 @@ def _compile_one(source: str, model: ModelSource, directory: Path, session: Sess
             report, finished = restore(hit, staged, session, model.name), hit.graph_key
         else:
             captured = _captured(model, session)
-            report, finished = build(captured, staged, session, hit.reason)
+            report, finished = build(captured, staged, session, hit.reason, use_up=not config.verify)
         if config.verify:
             from kimigraph.verify import verify_source
 
@@ -241,33 +254,37 @@ def looked_up(session: Session, key: str, look_up: Callable[[], Lookup]) -> Look
 
 
 def build(
-    captured: CapturedProgram, directory: Path, session: Session, reason: str = ""
+    captured: CapturedProgram, directory: Path, session: Session, reason: str = "", *, use_up: bool = False
 ) -> tuple[CompileReport, Finished]:
     """Run the pipeline on a copy of ``captured`` and write the artifact into ``directory``, or reuse an equal one.
 
-    Stores nothing: the caller does (``keep``), once it is content with the result.
+    With ``use_up`` there is no copy: nobody needs the capture any more. Stores nothing: the caller does (``keep``),
+    once it is content with the result.
     """
-    graph = graph_components(captured, session.config, session.pipeline, session.target)
+    text = print_program(captured)
+    graph = graph_components(captured, session.config, session.pipeline, session.target, text)
     key = digest(graph)
     known = looked_up(session, key, lambda: session.cache.find_graph(key, session.wants_dumps))
     if known.entry is not None:
         return restore(known, directory, session, str(captured.info.get("source", ""))), known.graph_key
-    return _build(captured, directory, session, graph, _why(reason, known))
+    program = captured if use_up else captured.copy()
+    with uncollected():
+        return _build(program, text, directory, session, graph, _why(reason, known))
 
 
 def _build(
-    captured: CapturedProgram, directory: Path, session: Session, graph: dict[str, Any], reason: str
+    program: CapturedProgram, captured: str, directory: Path, session: Session, graph: dict[str, Any], reason: str
 ) -> tuple[CompileReport, Finished]:
     config, target = session.config, session.target
-    program = captured.copy()
+    nodes = len(program.graph_module.graph.nodes)
     clock, launches = TimePasses(), CanonicalLaunches()
-    context = PassContext(replace(config, target=target))
+    context = pass_context(replace(config, target=target))
     session.notify("running passes")
     with session.timing.stage("passes"):
         # Numbers come before the verifier: what an invalid graph computes says more than the rule that it breaks.
         numerics = CheckNumerics(config.seed)
         checks = [numerics, VerifyPasses()] if config.check_numerics else []
-        watchers = [*session.dumping(), clock, launches, *checks]
+        watchers = [*session.dumping(captured), clock, launches, *checks]
         with reporting_failure(CompileReport(phase=config.phase, target=target), session.asked):
             records = run_pipeline(program, session.pipeline, context, watchers, verify=not checks)
     check_required_fusions(records, config)
@@ -281,7 +298,7 @@ def _build(
         phase=config.phase,
         target=target,
         graph={
-            "nodes_before": len(captured.graph_module.graph.nodes),
+            "nodes_before": nodes,
             "nodes_after": len(program.graph_module.graph.nodes),
             "estimated_us": sum(estimates.values()) * 1e6,
             "estimated_for": context.device.name,
@@ -299,6 +316,18 @@ def _build(
     )
     title = {"model": manifest.model, "phase": manifest.phase, "shape": manifest.shape_key, "target": target}
     return _for_session(report, session), Entry(graph, directory, session.dumps, report.as_dict(), title)
+
+
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Without Python's collector of cycles during the block: it would walk over a large graph again and again."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 def _cache_mode(config: CompileConfig) -> str:

@@ -17,14 +17,28 @@ from kimigraph.capture import ModelSource, load_source
 from kimigraph.capture.source import read_config
 from kimigraph.compiler import compile_model, resolve_target
 from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.descriptors import IndexKeyDescriptor, LatentDescriptor, parse_descriptor
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.report import CompileReport
 from kimigraph.run import seeded
 from kimigraph.runtime.executor import Executor, device_of
-from kimigraph.runtime.generation import BoundStep, Completion, Engine, Event, Row, Sampling, SlotCaches, TextStream
+from kimigraph.runtime.generation import (
+    BoundStep,
+    Completion,
+    Engine,
+    Event,
+    PagedSlots,
+    Pool,
+    Row,
+    Sampling,
+    SlotCaches,
+    Slots,
+    TextStream,
+)
+from kimigraph.runtime.graphs import graph_mode
 from kimigraph.runtime.prepared import PreparedWeights
-from kimigraph.weights import Watch, layout_of, read_weights, unwatched
+from kimigraph.weights import Watch, drawn_weight, layout_of, read_weights, unwatched
 
 CHUNKS = (512, 64, 8)
 """Sizes of the pieces in which prompts are read; what is left over goes token by token."""
@@ -44,9 +58,10 @@ class StepPrograms:
         self.device = device_of(self.target)
         self.reports: dict[tuple[int, int], CompileReport] = {}
         self._notify, self._watch = notify, watch
+        self._graphs = graph_mode(self.target, config.max_graphs, reuse_outputs=True) if config.cuda_graph else None
         self._prepared, self._weights = PreparedWeights(), dict[str, Tensor]()
         self._executors: dict[tuple[int, int], Executor] = {}
-        self._steps: dict[tuple[int, int, int], BoundStep] = {}
+        self._steps: dict[tuple[int, ...], BoundStep] = {}
         self._scratch = Path(tempfile.mkdtemp(prefix="kimigraph-generate-"))
         weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
 
@@ -60,20 +75,27 @@ class StepPrograms:
 
     def step(self, batch: int, tokens: int, caches: Mapping[str, Tensor]) -> BoundStep:
         """The step over ``caches``, which are those of an earlier call with the same shape or lie elsewhere."""
-        place = (batch, tokens, next(iter(caches.values())).data_ptr())
+        tensors = list(caches.values())  # of paged caches the first is one for all steps, and the last their own table
+        place = (batch, tokens, tensors[0].data_ptr(), tensors[-1].data_ptr())
         if place not in self._steps:
             self._steps[place] = BoundStep(self._executor(batch, tokens), caches)
         return self._steps[place]
 
+    def artifact(self, batch: int, tokens: int) -> Path:
+        """Where the compiled step of that shape lies, once it has been asked for."""
+        return self._scratch / f"b{batch}-t{tokens}"
+
     def _executor(self, batch: int, tokens: int) -> Executor:
         key = (batch, tokens)
         if key not in self._executors:
-            model, directory = self.model(*key), self._scratch / f"b{batch}-t{tokens}"
+            model, directory = self.model(*key), self.artifact(batch, tokens)
             self.reports[key] = compile_model(self.source, model, self.shaped(*key), directory, self._notify)
             self._notify("binding weights")
             manifest = Manifest.read(directory)
             self._bring(manifest, model)
             self._executors[key] = Executor(directory, self._weights, self._prepared)
+            if self._graphs is not None and tokens == 1:
+                self._graphs.adopt(self._executors[key])
         return self._executors[key]
 
     def _bring(self, manifest: Manifest, model: ModelSource) -> None:
@@ -81,9 +103,13 @@ class StepPrograms:
         lacking = [spec for spec in manifest.bound if spec.kind != "constant" and spec.source not in self._weights]
         weights = [spec for spec in lacking if spec.kind == "weight"]
         if manifest.random_weights:
+            asked = model.document.get("random_weights") or {}
             for done, spec in enumerate(weights):
                 self._watch(done, len(weights))
-                self._weights[spec.source] = seeded(spec, manifest).to(self.device)
+                if asked.get("on_device") and self.device.type != "cpu":
+                    self._weights[spec.source] = drawn_weight(spec, model.weight_seed or 0, self.device)
+                else:
+                    self._weights[spec.source] = seeded(spec, manifest).to(self.device)
         elif weights:
             layout = layout_of(str(manifest.info.get("model_type", "")))
             self._weights |= read_weights(Path(self.source), weights, layout, self.device, self._watch)
@@ -99,12 +125,24 @@ def cache_rows(model: ModelSource) -> dict[str, Row]:
     return {item.name: Row(item.shape[1:], item.dtype) for item in model.inputs if item.hint.kind == "cache"}
 
 
+def paged_caches(model: ModelSource, page_size: int) -> dict[str, LatentDescriptor | IndexKeyDescriptor]:
+    """The caches of ``model`` that can lie in pages, as they are then described."""
+    found: dict[str, LatentDescriptor | IndexKeyDescriptor] = {}
+    for item in model.inputs:
+        form = parse_descriptor(item.hint.descriptor) if item.hint.descriptor else None
+        if isinstance(form, LatentDescriptor | IndexKeyDescriptor):
+            found[item.name] = replace(form, layout="paged", page_size=page_size)
+    return found
+
+
 class Generator:
     """Tokens from the model in a directory. See ``docs/generate.md``.
 
     ``config`` says what ``kimigraph compile`` says: target, context (the most tokens of one sequence), dtype, options
     of the compiler. ``max_batch`` sequences run at once; more wait. Programs are for
     ``batches`` (default: powers of two up to ``max_batch``). Prompts are read in pieces of the sizes ``chunks``.
+    With ``cache_layout`` paged, latents and index keys lie in ``pages`` pages that all sequences share (default: what
+    ``max_batch`` sequences of full length and the one being read take); ``debug`` fills free pages with NaN.
     Programs come from the compile cache, or are compiled when they are first needed; ``notify`` is
     told what goes on, ``watch`` how much of the weights has been read.
 
@@ -120,6 +158,7 @@ class Generator:
         batches: Sequence[int] | None = None,
         chunks: Sequence[int] = CHUNKS,
         max_waiting: int | None = None,
+        debug: bool = False,
         notify: Callable[[str], None] = lambda message: None,
         watch: Watch = unwatched,
     ) -> None:
@@ -129,13 +168,23 @@ class Generator:
         model = self.programs.model(1, 1)
         assert model.shape is not None
         self.context = model.shape.context
-        slots = SlotCaches(cache_rows(model), max_batch, self.programs.device)
+        slots = self._slots(model, max_batch, debug)
         self.engine = Engine(
             self.programs, slots, self.context, batches=batches, chunks=chunks, max_waiting=max_waiting
         )
         self.tokenizer: Tokenizer | None = load_tokenizer(Path(source))
         self.stop_ids = _stop_ids(Path(source), self.tokenizer)
         self.vocabulary = _vocabulary(model.document)
+
+    def _slots(self, model: ModelSource, max_batch: int, debug: bool) -> Slots:
+        config, rows, device = self.programs.config, cache_rows(model), self.programs.device
+        paged = paged_caches(model, config.page_size) if config.cache_layout == "paged" else {}
+        if not paged:
+            return SlotCaches(rows, max_batch, device)
+        pages = config.pages or (max_batch + 1) * -(-self.context // config.page_size)
+        self.programs.config = replace(config, pages=pages)
+        pool = Pool(paged, pages, self.context, debug)
+        return PagedSlots({name: row for name, row in rows.items() if name not in paged}, pool, max_batch, device)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt: text through the model's tokenizer, ids as they are.
@@ -161,6 +210,10 @@ class Generator:
     def step(self) -> list[Event]:
         """One more token for every running sequence; see ``Engine.step``."""
         return self.engine.step()
+
+    def fork(self, number: int, sampling: Sampling | None = None, place: int = 0) -> int:
+        """A second sequence that goes on from where a running one is; see ``Engine.fork``."""
+        return self.engine.fork(number, sampling, place)
 
     def abort(self, number: int) -> bool:
         """End a sequence now; False when it is over already."""

@@ -122,11 +122,12 @@ def front_components(
 
 
 def graph_components(
-    captured: CapturedProgram, config: CompileConfig, pipeline: Pipeline, target: str
+    captured: CapturedProgram, config: CompileConfig, pipeline: Pipeline, target: str, text: str = ""
 ) -> dict[str, Any]:
     """What is built: the captured graph as text with its interface, what is done to it, and with which tools.
 
-    The text holds the values of constants. The name that a model's source goes by is no part of it.
+    The text (``print_program``, which is taken where it is not given) holds the values of constants. The name that a
+    model's source goes by is no part of it.
     """
     interface = {
         "outputs": [[spec.name, spec.source] for spec in captured.outputs],
@@ -135,7 +136,7 @@ def graph_components(
     }
     return {
         "schema": KEY_SCHEMA,
-        "graph": hashlib.sha256(print_program(captured).encode()).hexdigest(),
+        "graph": hashlib.sha256((text or print_program(captured)).encode()).hexdigest(),
         "interface": digest(interface),
         "shapes": shape_components(captured),
         "pipeline": pipeline_components(pipeline),

@@ -10,6 +10,7 @@ from typing import Any
 
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.manifest import MANIFEST_NAME
+from kimigraph.ir.trace import FILE as SCHEDULE_NAME
 from kimigraph.report import REPORT_NAME
 from kimigraph.tools.publish import DOCUMENT_NAME, REMARKS_NAME
 
@@ -41,7 +42,7 @@ def _recorded_files(manifest: Path) -> set[str]:
     try:
         document: Any = json.loads(manifest.read_bytes())
         assert document["schema_version"] and document["target"]
-        beside = {MANIFEST_NAME, REPORT_NAME, DOCUMENT_NAME, REMARKS_NAME}
+        beside = {MANIFEST_NAME, REPORT_NAME, DOCUMENT_NAME, REMARKS_NAME, SCHEDULE_NAME}
         return beside.union(record["path"] for record in document["files"])
     except (OSError, ValueError, KeyError, TypeError, AssertionError):
         return set()

@@ -4,16 +4,15 @@ A program is cut where it is as narrow as one node; each part between two such p
 the cost model, and forks when that saves time. Everything is joined where the part ends.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch.fx import Graph, Node
 
-from kimigraph.ir.dependences import Dependence, is_one_at_a_time, starts_work, work_dependences
+from kimigraph.ir.dependences import Dependence, starts_work, work_dependences
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.provenance import module_path, source_line
-from kimigraph.ir.purity import has_effect
 from kimigraph.ir.remarks import PassResult, Remark
 from kimigraph.ir.schedule import clear_streams, waits_of
 from kimigraph.passes.base import Pass, PassContext
@@ -21,12 +20,17 @@ from kimigraph.passes.scheduling.branches import (
     Costs,
     Duration,
     Placement,
-    duration_of,
+    best_placement,
+    bound_to_caller,
+    costs_of,
     on_one_stream,
-    place_on_streams,
 )
+from kimigraph.passes.scheduling.halves import half_batches
 from kimigraph.passes.scheduling.recording import record_main_first, set_waits
 from kimigraph.passes.scheduling.segments import Segment, segments
+
+MOST_TOKENS = 8
+"""Measured (docs/schedule.md): forks gain at 1 and 8 tokens and lose at 64, where a library's kernels are large."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class AssignStreams(Pass):
 
     Options: ``streams``, the largest number of streams (0: that of ``--streams``); ``force``, fork wherever it is legal
     (so does ``--force-streams``); ``tokens``, the most tokens of a step that is forked, as larger kernels fill the
-    device; ``least-gain-us``, what a fork must save.
+    device; ``least-gain-us``, what a fork must save; ``whole``, place the program as one part, from begin to end, as it
+    suits a piece of a program whose branches begin at its inputs.
     """
 
     name: ClassVar[str] = "assign-streams"
@@ -45,7 +50,7 @@ class AssignStreams(Pass):
     constraints: ClassVar[tuple[str, ...]] = (
         "no dependence, by data or by the order of reads and writes of one storage",
         "random numbers, assertions, collectives and kernels that keep counters stay on the caller's stream",
-        "at most 256 tokens in a step, a device that runs several kernels at once",
+        "at most 8 tokens in a step, a device that runs several kernels at once",
         "no two kernels that fill the device side by side",
         "saves at least half a microsecond by the cost model, events included",
     )
@@ -53,8 +58,9 @@ class AssignStreams(Pass):
 
     streams: int = 0
     force: bool = False
-    tokens: int = 256
+    tokens: int = MOST_TOKENS
     least_gain_us: float = 0.5
+    whole: bool = False
 
     def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:
         """Cut, place each part, then record the main branch first and set the waits."""
@@ -63,17 +69,23 @@ class AssignStreams(Pass):
         force = self.force or context.config.force_streams
         count = self.streams or context.config.streams
         hindrance = self._hindrance(program, context, count, force)
+        halves = self._halves(program, context) if count > 1 and context.device.units > 1 else []
         if hindrance:
-            return PassResult(False, (self._note(f"one stream: {hindrance}"),))
+            return PassResult(False, (*halves, self._note(f"one stream: {hindrance}")))
         dependences = work_dependences(graph)
         forks, remarks = self._forks(dependences, context, count, force)
         if not forks:
-            return PassResult(False, (*remarks, self._note(_why_serial(remarks))))
+            return PassResult(False, (*remarks, *halves, self._note(_why_serial(remarks))))
         _apply(graph, forks, dependences)
         program.graph_module.recompile()
         events = {name for node in graph.nodes for name in waits_of(node)}
         aside = sum(len(placement.aside) for _, placement in forks)
-        return PassResult(True, tuple(remarks), {"forks": len(forks), "aside": aside, "events": len(events)})
+        return PassResult(True, (*remarks, *halves), {"forks": len(forks), "aside": aside, "events": len(events)})
+
+    def forks(self, program: CapturedProgram, context: PassContext) -> bool:
+        """Whether nodes of this program may leave the caller's stream where that pays."""
+        force, count = self.force or context.config.force_streams, self.streams or context.config.streams
+        return not self._hindrance(program, context, count, force)
 
     def _hindrance(self, program: CapturedProgram, context: PassContext, count: int, force: bool) -> str:
         """Why no node of this program may leave the caller's stream; empty when some may."""
@@ -93,10 +105,11 @@ class AssignStreams(Pass):
     ) -> tuple[list[tuple[Segment, Placement]], list[Remark]]:
         forks: list[tuple[Segment, Placement]] = []
         remarks: list[Remark] = []
-        for segment in segments(dependences):
-            costs = _forced_costs(segment) if force else _costs(segment, context)
+        whole = [Segment(tuple(dependences), None)] if self.whole and dependences else []
+        for segment in whole or segments(dependences):
+            costs = _forced_costs(segment) if force else costs_of(segment.nodes, context.device)
             serial = on_one_stream(segment.nodes, costs)
-            placement = _best(segment, dependences, costs, count)
+            placement = best_placement(segment.nodes, dependences, costs, count)
             gain = (serial - placement.seconds) * 1e6
             if not placement.aside:
                 continue
@@ -106,6 +119,14 @@ class AssignStreams(Pass):
                 forks.append((segment, placement))
                 remarks.append(self._passed(segment, serial, placement, force))
         return forks, remarks
+
+    def _halves(self, program: CapturedProgram, context: PassContext) -> list[Remark]:
+        """What two interleaved half-batches would cost at least: they overlap layers, which one batch cannot."""
+        if int(program.info.get("batch", 1)) < 2:
+            return []
+        nodes = [node for node in program.graph_module.graph.nodes if starts_work(node)]
+        halves = half_batches(nodes, {spec.name: spec for spec in program.inputs}, context.device)
+        return [self._note(halves.describe(context.device))]
 
     def _passed(self, segment: Segment, serial: float, placement: Placement, force: bool) -> Remark:
         first, aside = segment.nodes[0], placement.aside
@@ -135,27 +156,10 @@ class AssignStreams(Pass):
         return Remark("note", self.name, message)
 
 
-def _costs(segment: Segment, context: PassContext) -> Costs:
-    durations = {node: duration_of(node, context.device) for node in segment.nodes}
-    large = frozenset(node for node in segment.nodes if durations[node].fills_device)
-    return Costs(durations, context.device.event_seconds, _bound_to_caller(segment) | large)
-
-
 def _forced_costs(segment: Segment) -> Costs:
     """Costs under which every fork pays."""
     durations = {node: Duration(1.0, 0.0) for node in segment.nodes}
-    return Costs(durations, 0.0, _bound_to_caller(segment))
-
-
-def _bound_to_caller(segment: Segment) -> frozenset[Node]:
-    """The nodes that stay on the caller's stream: there they keep one order for nothing."""
-    return frozenset(node for node in segment.nodes if has_effect(node) or is_one_at_a_time(node))
-
-
-def _best(segment: Segment, dependences: Mapping[Node, Sequence[Dependence]], costs: Costs, count: int) -> Placement:
-    """The fastest placement on up to ``count`` streams; among equals that with the fewest."""
-    tried = [place_on_streams(segment.nodes, dependences, costs, number) for number in range(2, count + 1)]
-    return min(tried, key=lambda placement: placement.seconds)
+    return Costs(durations, 0.0, bound_to_caller(segment.nodes))
 
 
 def _apply(graph: Graph, forks: Sequence[tuple[Segment, Placement]], dependences: dict[Node, list[Dependence]]) -> None:

@@ -1,7 +1,10 @@
 """What a pass is."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
+
+from torch.fx import Graph
 
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.device import Device, device_for
@@ -16,6 +19,8 @@ class PassContext:
 
     config: CompileConfig
     gate: RewriteGate = field(default_factory=RewriteGate)
+    describe_memory: Callable[[Graph], None] | None = None
+    """Writes at each node what it allocates (``kimigraph.ir.launch_memory``): code generation knows, passes do not."""
 
     @property
     def device(self) -> Device:

@@ -1,5 +1,7 @@
 """What makes two graphs the same: cheap to take, so that the manager can hold a pass to what it says it did."""
 
+from collections.abc import Iterator
+from operator import is_
 from typing import Any
 
 import torch
@@ -28,16 +30,60 @@ def argument_key(argument: Any, key_of: "dict[Node, Any]") -> Any:
 
 def graph_fingerprint(graph_module: GraphModule) -> Fingerprint:
     """Operators, arguments and order, without names and metadata; regions (child graphs) count by their content."""
-    position = {node: index for index, node in enumerate(graph_module.graph.nodes)}
-    return tuple(
-        (
-            node.op,
-            _target_key(graph_module, node),
-            argument_key(node.args, position) if _known(node, position) else "dangling",
-            argument_key(node.kwargs, position) if _known(node, position) else "dangling",
+    return GraphState(graph_module).fingerprint()
+
+
+class GraphState:
+    """What a graph was: its nodes with their targets and arguments, as they are now.
+
+    Taking it costs a walk over the nodes, and so does comparing one with the next where nothing changed: arguments are
+    never changed in place, so that those which are the same objects are equal. Only others are compared by content.
+    """
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self.nodes = [(node, node.op, node.target, node.args, node.kwargs) for node in graph_module.graph.nodes]
+        called = [target for _, op, target, _, _ in self.nodes if op == "call_module"]
+        children = {str(target): graph_module.get_submodule(str(target)) for target in called}
+        self.children = {
+            name: GraphState(child) if isinstance(child, GraphModule) else child for name, child in children.items()
+        }
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GraphState):
+            return NotImplemented
+        return self.is_unchanged(other) or self.fingerprint() == other.fingerprint()
+
+    def fingerprint(self) -> Fingerprint:
+        """A value that equals that of every equal graph, made of other nodes too."""
+        position = {entry[0]: index for index, entry in enumerate(self.nodes)}
+        return tuple(self._keys(position))
+
+    def _keys(self, position: dict[Node, int]) -> Iterator[Fingerprint]:
+        for _, op, target, args, kwargs in self.nodes:
+            key = self._child_key(str(target)) if op == "call_module" else target
+            try:
+                yield op, key, argument_key(args, position), argument_key(kwargs, position)
+            except KeyError:
+                yield op, key, "dangling", "dangling"
+
+    def _child_key(self, name: str) -> Any:
+        child = self.children[name]
+        return child.fingerprint() if isinstance(child, GraphState) else (name, id(child))
+
+    def is_unchanged(self, other: "GraphState") -> bool:
+        """Whether both are states of one graph whose nodes nobody touched in between: cheap, by identity alone."""
+        return (
+            len(self.nodes) == len(other.nodes)
+            and all(all(map(is_, mine, theirs)) for mine, theirs in zip(self.nodes, other.nodes, strict=True))
+            and self.children.keys() == other.children.keys()
+            and all(_are_same(child, other.children[name]) for name, child in self.children.items())
         )
-        for node in graph_module.graph.nodes
-    )
+
+
+def _are_same(child: Any, other: Any) -> bool:
+    if isinstance(child, GraphState):
+        return isinstance(other, GraphState) and child.is_unchanged(other)
+    return child is other
 
 
 def interface_fingerprint(graph_module: GraphModule) -> Fingerprint:
@@ -46,17 +92,6 @@ def interface_fingerprint(graph_module: GraphModule) -> Fingerprint:
     outputs = [node for node in graph_module.graph.nodes if node.op == "output"]
     counts = tuple(len(node.args[0]) if isinstance(node.args[0], list | tuple) else 1 for node in outputs)
     return tuple((node.name, _tensor_key(node)) for node in placeholders), counts, tuple(_output_keys(outputs))
-
-
-def _known(node: Node, position: "dict[Node, int]") -> bool:
-    return all(source in position for source in node.all_input_nodes)
-
-
-def _target_key(graph_module: GraphModule, node: Node) -> Any:
-    if node.op == "call_module":
-        child = graph_module.get_submodule(str(node.target))
-        return graph_fingerprint(child) if isinstance(child, GraphModule) else (str(node.target), id(child))
-    return node.target
 
 
 def _tensor_key(node: Node) -> Any:

@@ -28,6 +28,8 @@ from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import call, replace
 from kimigraph.passes.base import Pass, PassContext
 from kimigraph.passes.quantization.calls import set_arguments, without_argument
+from kimigraph.passes.quantization.norms import private_norm
+from kimigraph.passes.quantization.rotation import fold_rotation
 from kimigraph.passes.quantization.units import CacheUnit, described_caches, index_unit, latent_unit, rope_parts
 
 ATEN = torch.ops.aten
@@ -50,13 +52,14 @@ class InsertQuantization(Pass):
     pattern: ClassVar[str] = "caches of index keys and latents with all operators that write and read them"
     constraints: ClassVar[tuple[str, ...]] = (
         "the policy (`--policy`) gives the role a format",
-        "contiguous caches that nothing but `index_key_write`, `lightning_indexer`, `latent_write`, `sparse_attention` "
-        "and `latent_attention` touches",
+        "caches, contiguous or paged, that nothing but `index_key_write`, `lightning_indexer`, `latent_write`, "
+        "`sparse_attention` and `latent_attention` touches",
         "one scale a key: keys of one group; latents: a multiple of the tile, or less than one",
         "latents and rope part become one cache: the rope part is an entry of a dict in the call",
     )
     effect: ClassVar[str] = (
-        "caches of bytes with the policy's descriptors, and `mxfp8_quantize` or `fp8_quantize` before the indexer"
+        "caches of bytes with the policy's descriptors, whose writers take the latents' RMS norm along; queries are "
+        "quantised before the indexer, or inside it (MXFP8 that it alone reads)"
     )
 
     def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:
@@ -110,6 +113,7 @@ class _Work:
         self._graph = program.graph_module.graph
         self._specs = {spec.name: spec for spec in program.inputs}
         self._queries: dict[Node, tuple[Node, Node]] = {}
+        self._turned: set[Node] = set()
         self._records: list[dict[str, Any]] = []
 
     def checked(self, cache: Node, spec: InputSpec, form: Any) -> CacheUnit:
@@ -151,7 +155,13 @@ class _Work:
             del self._specs[unit.rope_spec.name]
             self._program.inputs = tuple(one for one in self._program.inputs if one.name != unit.rope_spec.name)
         for node in unit.writers:
-            self._rewrite_call(node, {"descriptor": str(descriptor)}, unit.cache)
+            norm = private_norm(node) if isinstance(unit.form, LatentDescriptor) else None
+            changed: dict[str, Any] = {"descriptor": str(descriptor)}
+            if norm is None:
+                self._rewrite_call(node, changed, unit.cache)
+            else:
+                changed |= {"norm_weight": norm.weight, "norm_eps": norm.eps}
+                self._rewrite_call(node, changed, unit.cache, values=norm.values)
         for node in unit.readers:
             if isinstance(unit.form, IndexKeyDescriptor):
                 self._rewrite_indexer(node, str(descriptor), unit.cache)
@@ -175,12 +185,12 @@ class _Work:
         self._specs[spec.name] = spec
         self._program.inputs = tuple(spec if one.name == spec.name else one for one in self._program.inputs)
 
-    def _rewrite_call(self, node: Node, changed: dict[str, Any], cache: Node) -> Node:
-        """The same operator on the whole cache, without a rope part beside it."""
+    def _rewrite_call(self, node: Node, changed: dict[str, Any], cache: Node, **operands: Node) -> Node:
+        """The same operator on the whole cache, without a rope part beside it, and with other ``operands``."""
         assert isinstance(node.target, OpOverload)
         names = [one.name for one in node.target._schema.arguments]
         given = [cache if _is_cache(one, cache) else one for one in node.args]
-        args = [None if name == "rope" else one for name, one in zip(names, given, strict=False)]
+        args = [operands.get(name, None if name == "rope" else one) for name, one in zip(names, given, strict=False)]
         new = call(
             self._graph, node.target, tuple(args), {**node.kwargs, **changed}, like=node, before=node, replaces=[node]
         )
@@ -189,9 +199,14 @@ class _Work:
 
     def _rewrite_indexer(self, node: Node, descriptor: str, cache: Node) -> None:
         q, weights, form = argument(node, "q"), argument(node, "weights"), self._policy.index_query
-        values, scales = self._quantised(q, form, node)
         changed: dict[str, Any] = {"descriptor": descriptor}
-        if form.kind == "mxfp8":
+        self._fold_rotation(q)
+        q = argument(node, "q")
+        inside = self._inside(q, form)
+        values, scales = (q, None) if inside else self._quantised(q, form, node)
+        if inside:
+            changed["quantises_q"] = True
+        elif form.kind == "mxfp8":
             changed["q_scales"] = scales
         else:
             # One positive scale a query and head may leave the ReLU; that of a key does so inside the operator.
@@ -200,11 +215,28 @@ class _Work:
         args = (values, cache, weights, *node.args[3:])
         new = call(self._graph, node.target, args, {**node.kwargs, **changed}, like=node, before=node, replaces=[node])
         self._take_place(node, new)
+        if inside:
+            self._record(new, "index_query", form, module_path(new))
+
+    def _inside(self, q: Node, form: Format) -> bool:
+        """Whether the indexer quantises the query itself, without a launch for it: MXFP8 that it alone reads."""
+        readers = [user for user in q.users if user.target is OPERATORS["lightning_indexer"].overload]
+        power = form.group & (form.group - 1) == 0
+        return form.kind == "mxfp8" and power and not self._rotates(q) and len(readers) == 1
+
+    def _rotates(self, q: Node) -> bool:
+        """Whether the quantiser has to turn the query."""
+        return self._policy.rotation != "none" and q not in self._turned
+
+    def _fold_rotation(self, q: Node) -> None:
+        """Have the query come rotated out of its product, where the policy wants it so and the product can."""
+        if self._rotates(q) and q not in self._queries and fold_rotation(self._graph, q, self._specs):
+            self._turned.add(q)
 
     def _quantised(self, q: Node, form: Format, like: Node) -> tuple[Node, Node]:
         """Codes and scales of a query; one that two indexers read is quantised once."""
         if q not in self._queries:
-            rotate = {"rotate": True} if self._policy.rotation != "none" else {}
+            rotate = {"rotate": True} if self._rotates(q) else {}
             mx = form.kind == "mxfp8"
             name = "mxfp8_quantize" if mx else "fp8_quantize"
             options = {"group": form.group} if mx else {"tile": shape(q)[-1], "scales": form.scales}

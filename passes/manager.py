@@ -11,11 +11,14 @@ from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.provenance import source_line
 from kimigraph.ir.remarks import PassResult
 from kimigraph.passes.base import Pass, PassContext
-from kimigraph.passes.fingerprint import Fingerprint, graph_fingerprint, interface_fingerprint
+from kimigraph.passes.fingerprint import Fingerprint, GraphState, interface_fingerprint
 from kimigraph.passes.instruments.base import Instrument
 from kimigraph.passes.instruments.verify import VerifyPasses
 from kimigraph.passes.options import print_pass
 from kimigraph.passes.pipeline import Pipeline
+
+State = tuple[GraphState, Fingerprint]
+"""A program's graph and its interface, before and after a pass."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,9 @@ def run_pipeline(
     for watcher in watchers:
         watcher.before_pipeline(program, pipeline)
     records: list[PassRecord] = []
-    fingerprints = _fingerprints(program)
+    state = _state(program)
     for index, item in enumerate(pipeline, start=1):
-        record, fingerprints = _run_pass(index, item, program, context, watchers, fingerprints)
+        record, state = _run_pass(index, item, program, context, watchers, state)
         records.append(record)
     for watcher in watchers:
         watcher.after_pipeline(program)
@@ -68,9 +71,9 @@ def _run_pass(
     program: CapturedProgram,
     context: PassContext,
     watchers: Sequence[Instrument],
-    before: tuple[Fingerprint, Fingerprint],
-) -> tuple[PassRecord, tuple[Fingerprint, Fingerprint]]:
-    """The record of a pass, and the fingerprints of the program that it left."""
+    before: State,
+) -> tuple[PassRecord, State]:
+    """The record of a pass, and the state in which it left the program."""
     nodes_before = len(program.graph_module.graph.nodes)
     start = perf_counter()
     try:
@@ -82,7 +85,7 @@ def _run_pass(
         raise _failure(index, item, error) from error
     seconds = perf_counter() - start
     try:
-        after = _fingerprints(program)
+        after = _state(program)
         _check_contract(index, item, result, before, after)
         if result.modified:
             program.graph_module.recompile()
@@ -95,17 +98,17 @@ def _run_pass(
     return PassRecord(item.name, print_pass(item), item.fusion, result, seconds, nodes_before, nodes_after), after
 
 
-def _fingerprints(program: CapturedProgram) -> tuple[Fingerprint, Fingerprint]:
+def _state(program: CapturedProgram) -> State:
     interface = (interface_fingerprint(program.graph_module), program.inputs, program.outputs)
-    return graph_fingerprint(program.graph_module), interface
+    return GraphState(program.graph_module), interface
 
 
 def _check_contract(
     index: int,
     item: Pass,
     result: object,
-    before: tuple[Fingerprint, Fingerprint],
-    after: tuple[Fingerprint, Fingerprint],
+    before: State,
+    after: State,
 ) -> None:
     fault = ""
     if not isinstance(result, PassResult):

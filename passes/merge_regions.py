@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch.fx import Graph, Node
 
+from kimigraph.ir.branches import common_branch
 from kimigraph.ir.cost import fused_work, serial_seconds, work_of
 from kimigraph.ir.dependences import Dependences
 from kimigraph.ir.device import Device
@@ -76,7 +77,8 @@ class MergeRegions(Pass):
                 continue
             for group in reversed(groups[-OPEN_GROUPS:]):
                 members = [*group, node]
-                if len(group) < self.most and dependences.path(members) is None and _pays(members, device):
+                apart = len(group) >= self.most or common_branch(members) is None
+                if not apart and dependences.path(members) is None and _pays(members, device):
                     dependences.merge(members)
                     group.append(node)
                     break

@@ -1,4 +1,4 @@
-"""``plan-memory``: every tensor that a step makes for itself gets its place in one arena.
+"""``plan-memory``: every tensor that a step makes for itself, scratch of kernels too, gets its place in one arena.
 
 Two tensors share bytes when all use of one has ended before the other is made, by the order of streams and events
 (``kimigraph.ir.stream_order``), views and writes in place included (``kimigraph.ir.lifetimes``).
@@ -27,20 +27,23 @@ class PlanMemory(Pass):
     pattern: ClassVar[str] = "tensors that a step makes and does not return"
     constraints: ClassVar[tuple[str, ...]] = (
         "sizes known when compiled",
+        "made by kernels, or by operators of ATen with a form that writes into memory",
         "used by operators with a schema alone",
         "bytes are shared only by tensors of which one is made when all use of the other has ended",
     )
-    effect: ClassVar[str] = "each has its place in one arena, for the dumps and the checker; the graph stays"
+    effect: ClassVar[str] = "each has its place in one arena, which the program takes as a whole; the graph stays"
 
     def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:
         """Write offset and size into ``meta["buffer"]`` of every node that makes a tensor or takes it from several."""
         graph = program.graph_module.graph
         clear_plan(graph)
+        if context.describe_memory is not None:
+            context.describe_memory(graph)
         lifetimes = Lifetimes(graph)
         tensors = lifetimes.tensors
         sizes = [aligned(tensor.nbytes) for tensor in tensors]
         bound = lifetimes.lower_bound(sizes)
-        offsets = place_all(sizes, lifetimes.may_share, bound)
+        offsets = place_all(sizes, lifetimes.conflicts, bound)
         for tensor, offset in zip(tensors, offsets, strict=True):
             set_place(tensor, offset)
         arena = max((offset + size for offset, size in zip(offsets, sizes, strict=True)), default=0)

@@ -181,7 +181,7 @@ def _checked(graph: Graph, write: Node, match: Match, layout: str) -> KdaSite:
     state = write.args[0]
     assert isinstance(state, Node)
     sizes = dict(zip("bh" + layout, shape(state), strict=True)) | {"s": 1}
-    core, match = read_out(graph, match)
+    core, match = read_out(match)
     _require_ungrouped(match, sizes)
     require_delta_layouts(match, layout, sizes)
     if not match.base("q") is match.base("k") is match.base("v"):

@@ -1,4 +1,5 @@
-"""Tiny models of each family, all structures present, widths that no two dims share."""
+"""Tiny and mid-size models of each family: all structures present; in tiny ones no two dims share a width, and
+mid-size ones have the head widths of the published models, which the kernels are made for."""
 
 from typing import Any
 
@@ -43,6 +44,7 @@ _KIMI: dict[str, Any] = {
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 40}
 
 MODELS: dict[str, dict[str, Any]] = {
+    "kimi_k3": {**_KIMI, "model_type": "kimi_k3"},
     "kimi_k31": {
         **_KIMI,
         "model_type": "kimi_k31",
@@ -105,3 +107,67 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Configurations by model type: shared index layers, YaRN, pooled index keys and hyper-connections are among them."""
+
+_HEADS: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 8,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_INDEXED_HEADS: dict[str, Any] = {
+    **_HEADS,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 256,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "index_topk": 32,
+    "index_head_dim": 128,
+}
+_LINEAR_HEADS = {"head_dim": 128, "num_heads": 4}
+_KIMI_HEADS: dict[str, Any] = {
+    **_HEADS,
+    "q_lora_rank": 256,
+    "linear_attn_config": {**_LINEAR, **_LINEAR_HEADS, "gate_lower_bound": -5.0},
+    "num_experts": 16,
+    "num_experts_per_token": 4,
+    "routed_expert_hidden_size": 256,
+}
+
+MID_SIZE: dict[str, dict[str, Any]] = {
+    "kimi_k3": MODELS["kimi_k3"] | _KIMI_HEADS,
+    "kimi_k31": MODELS["kimi_k31"] | _KIMI_HEADS | {"index_head_dim": 128, "index_topk": 32},
+    "kimi_linear": MODELS["kimi_linear"]
+    | _HEADS
+    | {
+        "num_key_value_heads": 8,
+        "num_experts": 16,
+        "num_experts_per_token": 4,
+        "linear_attn_config": {**_LINEAR, **_LINEAR_HEADS},
+    },
+    "deepseek_v32": MODELS["deepseek_v32"] | _INDEXED_HEADS,
+    "glm_moe_dsa": MODELS["glm_moe_dsa"] | _INDEXED_HEADS,
+    "glm5_next": MODELS["glm5_next"]
+    | {
+        "text_config": MODELS["glm5_next"]["text_config"]
+        | _INDEXED_HEADS
+        | {
+            "qk_rope_head_dim": 0,
+            "qk_nope_head_dim": 256,
+            "v_head_dim": 256,
+            "index_kpool": 16,
+            "index_topk": 64,
+            "linear_head_dim": 128,
+            "linear_num_heads": 4,
+            "hc_mult": 4,
+        },
+        "vision_config": {**_VISION, "projection_intermediate_size": 16, "out_hidden_size": 512},
+    },
+}
+"""The same models at widths that kernels for the GPU are made for."""
+
+SIZES = {"tiny": MODELS, "mid": MID_SIZE}

@@ -2,8 +2,8 @@
 
 ``python fidelity_reference.py CONFIG.json DIRECTORY SEED PROMPT STEPS CONTEXT`` makes a model of CONFIG with random
 weights, saves it to DIRECTORY with ``save_pretrained``, reads a prompt of PROMPT random tokens in one step, adds STEPS
-greedy ones, and writes DIRECTORY/reference.pt: ``prompt``, ``tokens``, ``logits`` [PROMPT + STEPS - 1, V] of every
-position, and each tensor of its static cache at the end.
+greedy ones, and writes DIRECTORY/reference.safetensors: ``prompt``, ``tokens``, ``logits`` [PROMPT + STEPS - 1, V] of
+every position, and each tensor of its static cache at the end.
 """
 
 import json

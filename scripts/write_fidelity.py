@@ -1,7 +1,8 @@
 """Compare generation with the models themselves, in fp32, and write the table of docs/fidelity.md.
 
-``python scripts/write_fidelity.py`` runs each family with three seeds and 64 greedy tokens; ``--json`` prints what it
-found instead of writing the page. Models of transformers run in processes of their own (fidelity_reference.py).
+``python scripts/write_fidelity.py`` runs each family, tiny and mid-size, with three seeds and 64 greedy tokens;
+``--json`` prints what it found instead of writing the page. Models of transformers run in processes of their own
+(fidelity_reference.py).
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fidelity_models import MODELS
+from fidelity_models import MODELS, SIZES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,29 +39,34 @@ NAMED = {
 }
 HEAD = """# Fidelity
 
-Generated text is that of the model: `python scripts/write_fidelity.py` wrote this page. Tiny models of each family
-with random weights, in fp32 on `cpu:reference`: a prompt of 19 tokens read in pieces of 8 and token by token, then
-{steps} greedy tokens, against transformers (in a process of its own, one step for the whole prompt, static cache,
-directory written by `save_pretrained`); Kimi K3.1 against `kimigraph.models` run as it is. Errors are the largest
-absolute difference over the largest magnitude; none may exceed {tolerance:g}.
+Generated text is that of the model: `python scripts/write_fidelity.py` wrote this page. Models of each family with
+random weights, tiny ones and ones with the head widths of the published models (`mid`), in fp32 on `cpu:reference`: a
+prompt of 19 tokens read in pieces of 8 and token by token, then {steps} greedy tokens, against transformers (in a
+process of its own, one step for the whole prompt, static cache, directory written by `save_pretrained`); Kimi K3 and
+K3.1 against `kimigraph.models` run as they are. Logits are those of the last token of each step. Errors are the
+largest absolute difference over the largest magnitude; none may exceed {tolerance:g}.
 
-| family | seed | logits, prompt | logits, decode | caches and states | greedy tokens |
-|---|---|---|---|---|---|
+| family | size | seed | logits, prompt | logits, decode | caches and states | greedy tokens |
+|---|---|---|---|---|---|---|
 """
 FUSIONS = """
-What the passes found, in the decode step and in a piece of the prompt:
+On a GPU in bf16, `python scripts/fidelity_device.py` (and `tests/gpu/test_models_gpu.py`) compares the same models with
+the model in fp32: the error may be 1.5 times that of the model itself in bf16. Asked for a profile, it
+tells whose kernels the time of a step is spent in.
+
+What the passes found in the tiny models, in the decode step and in a piece of the prompt:
 
 | family | phase | {columns} |
 |---|---|{rule}|
 """
 
 
-def reference(kind: str, seed: int, steps: int, context: int, directory: Path) -> dict[str, Tensor]:
+def reference(document: dict[str, Any], seed: int, steps: int, context: int, directory: Path) -> dict[str, Tensor]:
     """A checkpoint of the model in ``directory``, and what the model does by itself."""
     config = directory / "asked.json"
-    config.write_text(json.dumps(MODELS[kind]))
-    if kind == "kimi_k31":
-        return _plain(kind, seed, steps, context, directory)
+    config.write_text(json.dumps(document))
+    if document["model_type"].startswith("kimi_k3"):
+        return _plain(document, seed, steps, context, directory)
     command = [sys.executable, "-P", Path(__file__).with_name("fidelity_reference.py"), config, directory]
     subprocess.run(
         [str(part) for part in (*command, seed, PROMPT, steps, context)],
@@ -73,12 +79,13 @@ def reference(kind: str, seed: int, steps: int, context: int, directory: Path) -
 
 
 @torch.no_grad()
-def _plain(kind: str, seed: int, steps: int, context: int, directory: Path) -> dict[str, Tensor]:
-    from kimigraph.models.kimi_k31 import KimiK31Config, KimiK31ForCausalLM, new_cache
+def _plain(document: dict[str, Any], seed: int, steps: int, context: int, directory: Path) -> dict[str, Tensor]:
+    from kimigraph.capture.kimi_source import empty_model, read_model_config
+    from kimigraph.models.kimi_k31 import new_cache
 
-    (directory / "config.json").write_text(json.dumps(MODELS[kind]))
-    config = KimiK31Config.from_dict(MODELS[kind])
-    model = KimiK31ForCausalLM(config)
+    (directory / "config.json").write_text(json.dumps(document))
+    config = read_model_config(document)
+    model = empty_model(config, "cpu")
     for name, tensor in model.state_dict().items():
         tensor.copy_(seeded_tensor(name, tensor.shape, tensor.dtype, "weight", seed))
     save_file(
@@ -95,24 +102,25 @@ def _plain(kind: str, seed: int, steps: int, context: int, directory: Path) -> d
     return {"prompt": ids[0], "tokens": torch.tensor(tokens), "logits": torch.cat(logits), **caches}
 
 
-def compared(kind: str, seed: int, steps: int) -> dict[str, Any]:
+def compared(kind: str, size: str, seed: int, steps: int) -> dict[str, Any]:
     """What generation makes of a model, beside what the model makes."""
     context = PROMPT + steps
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        wanted = reference(kind, seed, steps, context, directory)
+        wanted = reference(SIZES[size][kind], seed, steps, context, directory)
         config = CompileConfig(target="cpu:reference", context=context)
         generator = Generator(directory, config=config, max_batch=1, chunks=(CHUNK,))
         logits, tokens, caches = _generated(generator, wanted["prompt"].tolist(), steps)
         reports = generator.programs.reports
-        read = len(wanted["prompt"])
+        places, read = seen_positions(generator.engine.pieces(len(wanted["prompt"])), steps)
         names = sorted(name for name in wanted if name.startswith(("cache.", "state.")))
         assert names == sorted(caches), (names, sorted(caches))
         return {
             "family": kind,
+            "size": size,
             "seed": seed,
-            "prompt": _error(logits[:read], wanted["logits"][:read]),
-            "decode": _error(logits[read:], wanted["logits"][read:]) if steps > 1 else 0.0,
+            "prompt": _error(logits[:read], wanted["logits"][places[:read]]),
+            "decode": _error(logits[read:], wanted["logits"][places[read:]]) if steps > 1 else 0.0,
             "caches": max(_error(caches[name], wanted[name]) for name in names),
             "tokens": tokens == wanted["tokens"].tolist(),
             "fusions": {
@@ -122,15 +130,22 @@ def compared(kind: str, seed: int, steps: int) -> dict[str, Any]:
         }
 
 
+def seen_positions(pieces: list[int], steps: int) -> tuple[list[int], int]:
+    """The positions whose logits a generation of that many tokens sees, the last of each step; and how many of them
+    lie in the prompt."""
+    sizes = [*pieces, *[1] * (steps - 1)]
+    return [sum(sizes[: count + 1]) - 1 for count in range(len(sizes))], len(pieces)
+
+
 def _generated(generator: Generator, prompt: list[int], steps: int) -> tuple[Tensor, list[int], dict[str, Tensor]]:
-    """Logits of every position, greedy tokens, and the caches at the end."""
+    """Logits of the last position of each step, greedy tokens, and the caches at the end."""
     caches, written = generator.engine.slots.staging, 0
     logits, tokens = list[Tensor](), list[int]()
     pieces = generator.engine.pieces(len(prompt))
     while len(tokens) < steps:
         size = pieces.pop(0) if pieces else 1
         given = prompt[written : written + size] or [tokens[-1]]
-        logits.append(generator.programs.step(1, size, caches).logits([given], [written])[0].clone())
+        logits.append(generator.programs.step(1, size, caches)([given], [written]).clone())
         written += size
         if not pieces and written >= len(prompt):
             tokens.append(int(logits[-1][-1].argmax().item()))
@@ -146,9 +161,10 @@ def page(rows: list[dict[str, Any]], steps: int) -> str:
     text = HEAD.format(steps=steps, tolerance=TOLERANCE)
     for row in rows:
         errors = " | ".join(f"{row[name]:.1e}" for name in ("prompt", "decode", "caches"))
-        text += f"| `{row['family']}` | {row['seed']} | {errors} | {'equal' if row['tokens'] else 'DIFFER'} |\n"
+        tokens = "equal" if row["tokens"] else "DIFFER"
+        text += f"| `{row['family']}` | {row['size']} | {row['seed']} | {errors} | {tokens} |\n"
     text += FUSIONS.format(columns=" | ".join(NAMED.values()), rule="---|" * len(NAMED))[:-2] + "\n"
-    for row in (row for row in rows if row["seed"] == rows[0]["seed"]):
+    for row in (row for row in rows if (row["size"], row["seed"]) == (rows[0]["size"], rows[0]["seed"])):
         for phase, counts in row["fusions"].items():
             cells = " | ".join(str(counts.get(name, 0)) for name in NAMED)
             text += f"| `{row['family']}` | {phase} | {cells} |\n"
@@ -159,15 +175,17 @@ def main() -> int:
     """Run what the command line asks for; 1 where anything differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", action="append", choices=list(MODELS), help="default: all")
+    parser.add_argument("--size", action="append", choices=list(SIZES), help="default: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for kind in asked.family or MODELS:
+    asked_for = [(kind, size) for kind in asked.family or MODELS for size in asked.size or SIZES]
+    for kind, size in asked_for:
         for seed in range(asked.seeds):
-            rows.append(compared(kind, seed, asked.steps))
+            rows.append(compared(kind, size, seed, asked.steps))
             print({key: value for key, value in rows[-1].items() if key != "fusions"}, file=sys.stderr, flush=True)
     if asked.json:
         print(json.dumps(rows))

@@ -78,6 +78,7 @@ def build_combined(child: GraphModule) -> KernelModule:
     options: dict[str, Any] = {**members[0].record.options}
     # A member's tile is right for any number of warps; the largest wants the most.
     options["num_warps"] = max(member.record.options["num_warps"] for member in members)
+    options.pop("launch_pdl", None)  # not every member waits for the launches before
     helpers = {helper.name: _decorated(member, helper) for member in members for helper in member.helpers}
     parts = [HEAD.format(options=options).strip(), *helpers.values()]
     parts += [_part(member) for member in members]
@@ -127,7 +128,7 @@ class _Renamed(ast.NodeTransformer):
         self.names, self.prefix = names, prefix
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
-        if node.id != "torch":
+        if node.id not in ("torch", "memory"):
             node.id = self.names.setdefault(node.id, f"{self.prefix}_{node.id}")
         return node
 
@@ -135,7 +136,8 @@ class _Renamed(ast.NodeTransformer):
 def _launch(child: GraphModule, members: list[Member]) -> str:
     inputs = [node for node in child.graph.nodes if node.op == "placeholder"]
     values: dict[Node, str] = {node: f"input_{number}" for number, node in enumerate(inputs)}
-    lines = [f"def launch({', '.join(values[node] for node in inputs)}):"]
+    parameters = [*(values[node] for node in inputs), "*", "memory=torch"]
+    lines = [f"def launch({', '.join(parameters)}):"]
     lines.append('    """The region\'s inputs in order -> its results; what it writes changes in place."""')
     operands: list[str] = []
     for member in members:

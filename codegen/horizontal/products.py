@@ -141,10 +141,13 @@ def _launch(child: GraphModule, members: list[Member], table: list[Member]) -> s
     names = {member.product.weight: member.weight for member in members} | {members[0].product.source: "rows"}
     inputs = [node for node in child.graph.nodes if node.op == "placeholder"]
     parameters = [names[node] for node in inputs]
-    lines = [f"def launch({', '.join(parameters)}):", '    """The region\'s inputs in order -> its results."""']
+    lines = [
+        f"def launch({', '.join(parameters)}, *, memory=torch):",
+        '    """The region\'s inputs in order -> its results."""',
+    ]
     for member in members:
         value = member.product.node.meta["val"]
-        lines.append(f"    {member.out} = torch.empty({tuple(value.shape)}, dtype={value.dtype}, device=rows.device)")
+        lines.append(f"    {member.out} = memory.empty({tuple(value.shape)}, dtype={value.dtype}, device=rows.device)")
     operands = ", ".join(["rows", *(f"{member.weight}, {member.out}" for member in members)])
     grid = sum(member.tiles for member in table)
     lines.append(f"    products[({grid},)]({operands}, INTERPRET=INTERPRET, **OPTIONS)")

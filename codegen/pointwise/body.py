@@ -48,7 +48,8 @@ class Body:
             return self.text
         self._place(ROW, "row_inside", self.loops.rows, "ROWS", self.tiles.rows, "[:, None]")
         if self.tiles.held:
-            self._columns()
+            across = self.tiles.across
+            self._columns(f"tl.program_id(0) % {across} * COLUMNS + " if across > 1 else "")
             self._all()
         else:
             self._passes()
@@ -70,6 +71,8 @@ class Body:
 
     def _place(self, variable: str, mask: str, extent: int, constant: str, block: int, reshape: str) -> None:
         program = call("tl.program_id", number(0))
+        if self.tiles.across > 1:
+            program = binary(program, "//", number(self.tiles.across))
         if self._wide():
             program = method(program, "to", triton_type(torch.int64))
         span = ast.parse(f"tl.arange(0, {constant}){reshape}", mode="eval").body
@@ -144,6 +147,8 @@ class Body:
         place = self._pointer(self.names.buffers[load.buffer], load.address, value.axes)
         mask = self._guarded(value.axes, load.guard)
         options = {} if mask is None else {"mask": mask, "other": number(0.0 if value.dtype.is_floating_point else 0)}
+        if self.tiles.across > 1 and COLUMN in value.axes:
+            options["eviction_policy"] = ast.Constant("evict_last")  # the neighbour may need the rest of a line
         tree = call("tl.load", place, **options)
         return method(tree, "to", triton_type(torch.float32)) if value.dtype in NARROW else tree
 

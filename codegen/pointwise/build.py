@@ -112,15 +112,23 @@ def _table(constants: dict[str, dict[str, Any]]) -> str:
 
 
 def _helpers(body: Sequence[str]) -> list[str]:
-    """The functions that the body calls, as the file of them has them."""
+    """The functions that the body calls and those that these call, as the file of them has them."""
     source = _MATH.read_text(encoding="utf-8")
     lines, text = source.splitlines(), "\n".join(body)
-    wanted = ("round_to_bf16", "plus_product", *HELPERS.values())
-    return [
-        "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name in wanted and f"{node.name}(" in text
-    ]
+    wanted = (
+        "round_to_bf16",
+        "plus_product",
+        "ask_for",
+        "start_next_launch",
+        "await_earlier_launch",
+        *HELPERS.values(),
+    )
+    found: list[str] = []
+    for node in reversed(ast.parse(source).body):  # a function stands behind what it calls
+        if isinstance(node, ast.FunctionDef) and node.name in wanted and f"{node.name}(" in text:
+            found.append("\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno]))
+            text += found[-1].partition("\n")[2].partition("\n")[2]
+    return found[::-1]
 
 
 def _kernel_buffers(loops: Loops, names: Names) -> list[tuple[str, Node]]:
@@ -147,6 +155,7 @@ def _described(node: Node) -> str:
 
 
 def _launch(loops: Loops, tiles: AnyTiles, names: Names, arguments: Sequence[str], results: Any) -> list[str]:
+    arguments = [*arguments, "*", "memory=torch"] if loops.results else arguments
     lines = [f"def launch({', '.join(arguments)}):"]
     if len(lines[0]) > 120:
         lines = ["def launch(", *(f"    {argument}," for argument in arguments), "):"]
@@ -156,7 +165,7 @@ def _launch(loops: Loops, tiles: AnyTiles, names: Names, arguments: Sequence[str
         value = node.meta["val"]
         shape, stride = tuple(value.shape), tuple(value.stride())
         lines.append(
-            f"    {names.results[node]} = torch.empty_strided("
+            f"    {names.results[node]} = memory.empty_strided("
             f"{shape}, {stride}, dtype={value.dtype}, device={device}.device)"
         )
     arguments = ", ".join(name for name, _ in _kernel_buffers(loops, names))

@@ -22,16 +22,17 @@ TYPES = {
     torch.int64: "int64",
     torch.uint8: "uint8",
 }
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "ratio": "/", "and": "&", "or": "|", "xor": "^"}
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
 _CALLS = {
     **{op: f"tl.{op}" for op in ("exp", "exp2", "log", "log2", "rsqrt", "sin", "cos", "erf", "floor", "ceil", "abs")},
     "sqrt": "tl.sqrt_rn",
     "div": "tl.div_rn",
+    "ratio": "quotient",
     "where": "tl.where",
     "tanh": "hyperbolic_tangent",
     "log1p": "log_one_plus",
 }
-HELPERS = {"tanh": "hyperbolic_tangent", "log1p": "log_one_plus"}
+HELPERS = {"tanh": "hyperbolic_tangent", "log1p": "log_one_plus", "ratio": "quotient"}
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
@@ -97,7 +98,7 @@ def expression(value: Value, operand: OperandOf) -> ast.expr:
         return binary(args[0], _INFIX[value.op], args[1])
     if value.op in ("neg", "not"):
         return ast.UnaryOp(ast.USub() if value.op == "neg" else ast.Invert(), args[0])
-    if value.op == "tanh":
+    if value.op in ("tanh", "ratio"):
         args.append(name("INTERPRET"))
     return call(_CALLS[value.op], *args)
 

@@ -1,15 +1,17 @@
 """The statements of a generated kernel of products of few rows, with what is done to their rows and columns."""
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kimigraph.codegen.pointwise.body import Body
 from kimigraph.codegen.pointwise.names import Names
 from kimigraph.codegen.pointwise.product_tiles import (
     LINES,
     ProductTiles,
+    lies_along,
     line_step,
     products_of,
+    section_weights,
     step_name,
     weights_of,
 )
@@ -19,6 +21,9 @@ from kimigraph.ir.pointwise import Loops, Store, Value, Variable
 from kimigraph.ir.pointwise.loops import Section
 from kimigraph.ir.pointwise.values import NARROW, PRODUCT, is_column
 
+LINE_BYTES = 128
+"""Bytes that memory is asked for at least."""
+
 
 class ProductBody(Body):
     """Writes the statements of one kernel; a row of its tiles is a column of the products."""
@@ -26,8 +31,8 @@ class ProductBody(Body):
     def __init__(self, loops: Loops, tiles: ProductTiles, names: Names) -> None:
         super().__init__(loops, Tiles(tiles.rows, 1, tiles.warps), names)
         self.cut = tiles
+        self.early: dict[int, str] = {}
         self.weights = {value.number for value in weights_of(loops)}
-        self.ahead: dict[int, str] = {}
 
     def statements(self) -> list[str]:
         """The whole body."""
@@ -42,51 +47,59 @@ class ProductBody(Body):
     def _whole(self) -> None:
         for depth in self.loops.depths:
             self._depth(depth)
-        self._line(assignment("tile", self._program()))
+        self._line(assignment("program", self._program()))
         if self.cut.ahead:
-            self._row(self.loops.sections[0], "tile")
-            self._load_ahead()
+            self._for_each_section(self._ask)
         self._emit(value for value in self.loops.values if not self._is_row_wise(value))
-        if self.cut.turns > 1:
-            self._line(assignment("program", name("tile")))
-            self.text.append(f"{self.indent}for turn in range({self.cut.turns}):")
-            self.indent += "    "
-            self.text.append(f"{self.indent}tile = program + turn * {self.cut.programs(self.loops)}")
+        self._for_each_section(self._turns)
+
+    def _for_each_section(self, write: Callable[[Section, str, int], None]) -> None:
+        """Branches over the program's number: ``write`` gets a section, the program's number in it, and its turns."""
         outer, begin = self.indent, 0
-        for section, tiles in zip(self.loops.sections, self.cut.tiles(self.loops), strict=True):
-            if len(self.loops.sections) > 1:
+        turns = self.cut.turns(self.loops)
+        dealt = self.cut.dealt or tuple(self.cut.tiles(self.loops))
+        for section, programs, most in zip(self.loops.sections, dealt, turns, strict=True):
+            if len(turns) > 1:
                 last = section is self.loops.sections[-1]
-                head = "else:" if last else f"{'elif' if begin else 'if'} tile < {begin + tiles}:"
+                head = "else:" if last else f"{'elif' if begin else 'if'} program < {begin + programs}:"
                 self.text.append(f"{outer}{head}")
                 self.indent = outer + "    "
-            self._row(section, f"(tile - {begin})" if begin else "tile")
-            own = [value for value in self.loops.values if section.row.name in value.axes]
-            if self.cut.ahead:
-                for value in (value for value in own if value.number in self.weights):
-                    self._line(assignment(self.names.value(value), self._held(name(self.ahead[value.number]), value)))
-                if self.cut.turns > 1:
-                    self._load_ahead(self.cut.programs(self.loops) * self.cut.rows)
-                own = [value for value in own if value.number not in self.weights]
-            self._emit(own)
-            self._store(section.stores)
-            begin += tiles
+            write(section, f"(program - {begin})" if begin else "program", most)
+            begin += programs
+        self.indent = outer
 
-    def _load_ahead(self, rows: int = 0) -> None:
-        """Load the weights of a later tile, so that they are on their way while this one is worked on."""
-        section = self.loops.sections[0]
-        row, inside = section.row.name, compare(name("later"), "lt", number(section.row.extent))
-        self._line(assignment("later", binary(name(row), "+", number(rows)) if rows else name(row)))
-        self._line(assignment("later_inside", inside))
-        for value in weights_of(self.loops):
-            known = self.ahead.setdefault(value.number, self.names.local(f"{self.names.value(value)}_ahead"))
-            place = self._pointer(self.names.buffers[value.detail.buffer], value.detail.address, value.axes)
-            parts = [name("later_inside"), self._mask(value.axes - {row})]
-            options = {
-                "mask": joined("&", [part for part in parts if part is not None]) or name("later_inside"),
-                "other": number(0.0),
-                "eviction_policy": ast.Constant("evict_first"),
-            }
-            self._line(assignment(known, call("tl.load", _Renamed(row, "later").visit(place), **options)))
+    def _turns(self, section: Section, program: str, most: int) -> None:
+        """The tiles of one section, in turns."""
+        outer = self.indent
+        if most > 1:
+            self.text.append(f"{outer}for turn in tl.range(0, {most}, num_stages={self.cut.stages}):")
+            self.indent += "    "
+            program = f"({program} + turn * {self._dealt(section)})"
+        self._row(section, program)
+        self._emit(value for value in self.loops.values if section.row.name in value.axes)
+        self._store(section.stores)
+        self.indent = outer
+
+    def _ask(self, section: Section, program: str, most: int) -> None:
+        """Ask for the weights of the first tiles, so that they are on their way while rows are prepared."""
+        row = section.row.name
+        asked, asked_depth = self.names.local("asked"), self.names.local("asked_depth")
+        for turn in range(min(self.cut.ahead, most)):
+            self._row(section, f"({program} + {turn * self._dealt(section)})" if turn else program, asked)
+            inside = call("tl.minimum", name(asked), number(section.row.extent - 1))
+            self._line(assignment(asked, inside))
+            for value in (value for value in section_weights(self.loops, section) if lies_along(value)):
+                depth = next(depth for depth in self.loops.depths if depth.name in value.axes)
+                each = LINE_BYTES // value.dtype.itemsize
+                lines = 1 << (-(-depth.extent // each) - 1).bit_length()
+                span = f"tl.minimum(tl.arange(0, {lines})[None, :] * {each}, {depth.extent - 1})"
+                self._line(assignment(asked_depth, ast.parse(span, mode="eval").body))
+                place = self._pointer(self.names.buffers[value.detail.buffer], value.detail.address, value.axes)
+                place = _Renamed(depth.name, asked_depth).visit(_Renamed(row, asked).visit(place))
+                self._line(call("ask_for", place, name("INTERPRET")))
+
+    def _dealt(self, section: Section) -> int:
+        return (self.cut.dealt or self.cut.tiles(self.loops))[self.loops.sections.index(section)]
 
     def _is_row_wise(self, value: Value) -> bool:
         return any(section.row.name in value.axes for section in self.loops.sections)
@@ -95,24 +108,29 @@ class ProductBody(Body):
         program = call("tl.program_id", number(0))
         return method(program, "to", name("tl.int64")) if self._wide() else program
 
-    def _row(self, section: Section, tile: str) -> None:
+    def _row(self, section: Section, tile: str, variable: str = "") -> None:
         tree = ast.parse(tile, mode="eval").body
-        span = ast.parse("tl.arange(0, ROWS)[:, None]", mode="eval").body
-        variable = section.row.name
-        self._line(assignment(variable, binary(binary(tree, "*", name("ROWS")), "+", span)))
-        if self._row_masked(section):
+        rows = self.cut.rows_of(self.loops, section)
+        size = "ROWS" if rows == self.cut.rows else str(rows)
+        span = ast.parse(f"tl.arange(0, {size})[:, None]", mode="eval").body
+        masked = not variable and self._row_masked(section)
+        variable = variable or section.row.name
+        self._line(assignment(variable, binary(binary(tree, "*", ast.parse(size, mode="eval").body), "+", span)))
+        if masked:
             self._line(assignment(f"{variable}_inside", compare(name(variable), "lt", number(section.row.extent))))
 
     def _row_masked(self, section: Section) -> bool:
-        if section.row.extent % self.cut.rows:
-            return True
-        return section is self.loops.sections[-1] and sum(self.cut.tiles(self.loops)) % self.cut.turns != 0
+        place = self.loops.sections.index(section)
+        rows = self.cut.rows_of(self.loops, section)
+        return self.cut.turns(self.loops)[place] * self._dealt(section) * rows != section.row.extent
 
     # Steps along the depths
 
     def _along_depths(self) -> None:
-        self._line(assignment("tile", self._program()))
-        self._row(self.loops.sections[0], "tile")
+        self._line(assignment("program", self._program()))
+        self._row(self.loops.sections[0], "program")
+        if self.cut.early:
+            self._load_early()
         before = [value for value in self.loops.values if not self._is_deep(value) and not self.levels[value.number]]
         self._emit(before)
         for depth in self.loops.depths:
@@ -123,6 +141,17 @@ class ProductBody(Body):
                 self._sums(depth, found)
         self._emit(value for value in self.loops.values if value not in before and not self._is_deep(value))
         self._store(self.loops.stores)
+
+    def _load_early(self) -> None:
+        """Load weights, which no launch writes, before the launches ahead have ended."""
+        self._line(call("start_next_launch", name("INTERPRET")))
+        for depth in self.loops.depths:
+            self._depth(depth)
+        for weight in weights_of(self.loops):
+            early = self.names.local(f"{self.names.value(weight)}_early")
+            self._line(assignment(early, self._raw(weight)))
+            self.early[weight.number] = early
+        self._line(call("await_earlier_launch", name("INTERPRET")))
 
     def _is_deep(self, value: Value) -> bool:
         return value.op == PRODUCT or any(map(is_column, value.axes))
@@ -217,12 +246,16 @@ class ProductBody(Body):
 
     def _raw(self, value: Value) -> ast.expr:
         """The elements as they lie in memory; what is read once makes place for what is read again."""
+        if value.number in self.early:
+            return name(self.early[value.number])
         load = value.detail
         place = self._pointer(self.names.buffers[load.buffer], load.address, value.axes)
         mask = self._guarded(value.axes, load.guard)
         options = {} if mask is None else {"mask": mask, "other": number(0.0 if value.dtype.is_floating_point else 0)}
         if value.number in self.weights:
             options["eviction_policy"] = ast.Constant("evict_first")
+        elif self.cut.early:
+            options["cache_modifier"] = ast.Constant(".cg")
         return call("tl.load", place, **options)
 
     def _lines(self, value: Value, depth: Variable, step: int) -> ast.expr:

@@ -1,14 +1,14 @@
 """How a kernel of products of few rows is cut, and in which of three forms it computes them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from kimigraph.ir.pointwise import Index, Loops, Value, Variable
 from kimigraph.ir.pointwise.index import evaluated
-from kimigraph.ir.pointwise.loops import ROW
-from kimigraph.ir.pointwise.prepared import LONG, is_streamed, programs_at_most
+from kimigraph.ir.pointwise.loops import ROW, Section
+from kimigraph.ir.pointwise.prepared import is_streamed, programs_at_most
 from kimigraph.ir.pointwise.values import PRODUCT, is_column
 
 Form = Literal["stream", "held", "dot"]
@@ -17,6 +17,8 @@ Form = Literal["stream", "held", "dot"]
 
 LINES = 16
 """Rows that matrix units take at least."""
+
+_ROWS_STORED = 512
 
 _MANY = 4096
 """With so many columns every multiprocessor has several programs of eight."""
@@ -27,9 +29,12 @@ _WHOLE = 4096
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """``rows``: columns of the products in a tile; ``steps`` along each depth; ``turns``: tiles of one program.
+    """``rows``: columns of the products in a tile; ``steps`` along each depth.
 
-    ``ahead``: held rows alone; the weights of a tile are loaded while the one before is worked on.
+    A launch that is ``early`` begins while the one before still runs, and loads its weights before it waits for that:
+    those of its only step along the depths. Of held rows alone: ``dealt`` is how many programs each section has, which
+    go through its tiles in turns, the weights of the next ``stages`` on their way; those of the first ``ahead`` tiles
+    are asked for before rows are prepared.
     """
 
     form: Form
@@ -37,8 +42,9 @@ class ProductTiles:
     steps: tuple[int, ...]
     warps: int
     stages: int
-    turns: int = 1
-    ahead: bool = False
+    dealt: tuple[int, ...] = ()
+    ahead: int = 0
+    early: bool = False
 
     def constants(self, loops: Loops) -> dict[str, Any]:
         """The constants of the kernel."""
@@ -47,15 +53,33 @@ class ProductTiles:
 
     def options(self) -> dict[str, Any]:
         """What Triton is told."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
+        early = {"launch_pdl": True} if self.early else {}
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False, **early}
 
     def programs(self, loops: Loops) -> int:
         """How many programs run."""
-        return -(-sum(self.tiles(loops)) // self.turns)
+        return sum(self.dealt or self.tiles(loops))
+
+    def turns(self, loops: Loops) -> list[int]:
+        """How many tiles a program of each section goes through, at most."""
+        tiles = self.tiles(loops)
+        return [-(-count // programs) for count, programs in zip(tiles, self.dealt or tiles, strict=True)]
 
     def tiles(self, loops: Loops) -> list[int]:
         """How many tiles each section has."""
-        return [-(-section.row.extent // self.rows) for section in loops.sections]
+        return [-(-section.row.extent // self.rows_of(loops, section)) for section in loops.sections]
+
+    def has_one_step(self, loops: Loops) -> bool:
+        """Whether a program multiplies whole rows of its weights at once, and only once."""
+        return self.form == "stream" and all(
+            step >= depth.extent for step, depth in zip(self.steps, loops.depths, strict=True)
+        )
+
+    def rows_of(self, loops: Loops, section: Section) -> int:
+        """Columns of a tile of that section; many where it stores what was prepared, and multiplies nothing."""
+        if self.form != "held" or section_weights(loops, section):
+            return self.rows
+        return min(_ROWS_STORED, _padded(section.row.extent))
 
 
 def step_name(depth: Variable) -> str:
@@ -73,6 +97,16 @@ def weights_of(loops: Loops) -> list[Value]:
     return list({value.args[1].number: value.args[1] for value in products_of(loops)}.values())
 
 
+def section_weights(loops: Loops, section: Section) -> list[Value]:
+    """Those of the weights whose rows the section counts."""
+    return [value for value in weights_of(loops) if section.row.name in value.axes]
+
+
+def lies_along(weight: Value) -> bool:
+    """Whether the elements of a weight's rows lie side by side."""
+    return _step(weight) == 1
+
+
 def line_step(products: list[Value]) -> int | None:
     """How far apart the rows lie that the products take with one weight, in elements; None where unevenly."""
     loads = [value.args[0].detail for value in products]
@@ -85,7 +119,20 @@ def line_step(products: list[Value]) -> int | None:
 
 
 def product_tiles_for(loops: Loops) -> ProductTiles:
-    """What measured best on an H200: tiles enough to fill it several times over, steps long enough to hide latency."""
+    """What measured best on an H200: tiles enough to fill it several times over, steps long enough to hide latency.
+
+    A launch is early where no launch writes the weights: what one wrote in place may stand in an L1 cache as it was.
+    """
+    chosen = _cut(loops)
+    return replace(chosen, early=chosen.has_one_step(loops) and all(map(_is_constant, weights_of(loops))))
+
+
+def _is_constant(weight: Value) -> bool:
+    """Whether the weight is one that no launch writes, read at places that need no other value."""
+    return weight.op == "load" and not weight.args and bool(weight.detail.buffer.meta.get("constant"))
+
+
+def _cut(loops: Loops) -> ProductTiles:
     if not is_streamed(loops):
         return _held(loops)
     if loops.lines > 1 and _suits_matrix_units(loops):
@@ -100,10 +147,20 @@ def _held(loops: Loops) -> ProductTiles:
     steps = tuple(_padded(depth.extent) for depth in loops.depths)
     at_once = max(len(weights_of(loops)) // (len(loops.depths) * len(loops.sections)), 1) * loops.lines
     rows = min(max(_floor(8192 // (sum(steps) * at_once)), 1), 16)
-    tiles = sum(-(-section.row.extent // rows) for section in loops.sections)
-    turns = max(-(-tiles // programs_at_most(loops)), 1)
-    ahead = turns > 1 and len(loops.sections) == 1 and all(weight.op == "load" for weight in weights_of(loops))
-    return ProductTiles("held", rows, steps, 8 if sum(steps) >= LONG else 4, 1, turns, ahead)
+    return held_tiles(loops, rows, 4, programs_at_most(loops), 4, 2)
+
+
+def held_tiles(loops: Loops, rows: int, warps: int, programs: int, stages: int, ahead: int) -> ProductTiles:
+    """Held rows by ``programs``, of which each section has its share by the bytes of its weights."""
+    steps = tuple(_padded(depth.extent) for depth in loops.depths)
+    tiles = ProductTiles("held", rows, steps, warps, stages).tiles(loops)
+    nbytes = [
+        section.row.extent * sum(weight.dtype.itemsize for weight in section_weights(loops, section))
+        for section in loops.sections
+    ]
+    shares = [max(programs * own // max(sum(nbytes), 1), 1) if own else programs for own in nbytes]
+    dealt = tuple(min(count, share) for count, share in zip(tiles, shares, strict=True))
+    return ProductTiles("held", rows, steps, warps, stages, dealt, ahead)
 
 
 def _streamed(loops: Loops) -> ProductTiles:

@@ -11,11 +11,8 @@ LONGEST_HELD = 16384
 _STEP = 4096
 """Columns of a step along such a row."""
 
-_TURN = 64
-"""Side of a square tile that turns tensors."""
-
-_TURN_HELD = 256
-"""The longest side that such a tile takes whole."""
+_TURN = (64, 32)
+"""Rows and columns of a tile that turns tensors: of two bytes each, a line of the cache and half of one."""
 
 _UNITS = 132
 """Multiprocessors to fill before programs grow."""
@@ -23,12 +20,16 @@ _UNITS = 132
 
 @dataclass(frozen=True)
 class Tiles:
-    """``rows`` (elements in a region without reduction) and ``columns`` of a program; ``held``: whole rows at once."""
+    """``rows`` (elements in a region without reduction) and ``columns`` of a program; ``held``: whole rows at once.
+
+    ``across`` programs side by side share the columns; then a line of the cache can be that of two programs.
+    """
 
     rows: int
     columns: int
     warps: int
     held: bool = True
+    across: int = 1
 
     def constants(self, loops: Loops) -> dict[str, Any]:
         """The constants of the kernel."""
@@ -42,7 +43,7 @@ class Tiles:
 
     def programs(self, loops: Loops) -> int:
         """How many programs run."""
-        return -(-loops.rows // self.rows)
+        return -(-loops.rows // self.rows) * self.across
 
 
 def tiles_for(loops: Loops) -> Tiles:
@@ -51,9 +52,7 @@ def tiles_for(loops: Loops) -> Tiles:
         return _flat(loops.rows)
     width = _padded(loops.columns)
     if not loops.reduces:
-        held = width <= _TURN_HELD
-        rows = max(_TURN * _TURN // width, 16) if held else _TURN // 2
-        return Tiles(min(rows, _padded(loops.rows)), width if held else _TURN, 4, held)
+        return _turning(loops.rows, loops.columns)
     if width > LONGEST_HELD:
         return Tiles(1, _STEP, 8, held=False)
     rows = 1
@@ -61,6 +60,14 @@ def tiles_for(loops: Loops) -> Tiles:
         rows *= 2
     each = 32 if loops.rows > 2 * _UNITS else 16  # elements of a thread
     return Tiles(rows, width, max(_warps(rows * width // each), min(4, _warps(rows * width // 8))))
+
+
+def _turning(rows: int, columns: int) -> Tiles:
+    """More warps where there are few programs: each then waits for less."""
+    high, wide = min(_TURN[0], _padded(rows)), min(_TURN[1], _padded(columns))
+    across = -(-columns // wide)
+    few = -(-rows // high) * across <= 4 * _UNITS
+    return Tiles(high, wide, _warps(high * wide // (8 if few else 16)), across=across)
 
 
 def _flat(count: int) -> Tiles:

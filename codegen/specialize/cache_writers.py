@@ -64,6 +64,9 @@ def build_latent(request: KernelRequest) -> KernelModule:
     turned, table = request.tensors.get("rope_values"), request.tensors.get("block_table")
     cos, sin = request.tensors.get("cos"), request.tensors.get("sin")
     latent, rope, scales, columns = cache_parts(request)
+    weight = request.tensors.get("norm_weight")
+    if weight is not None and weight.stride[-1] != 1:
+        raise refuse(request, "norm_weight is not contiguous", "pass the parameter itself, not a view of it")
     if turned is None or turned.shape[-1] == 0:
         rope = turned = None
     rows, width = values.shape[0] * values.shape[1], values.shape[2]
@@ -86,6 +89,7 @@ def build_latent(request: KernelRequest) -> KernelModule:
         "TABLE_STRIDE": (0, 0) if table is None else table.stride,
         "TILES": tiles,
         "TILE": width // tiles,
+        "NORM_EPS": float(request.attributes.get("norm_eps", 1e-6)),
         "POWER2": isinstance(form, LatentDescriptor) and form.scales == "power2",
         "BLOCK_N": padded(tiles),
         "BLOCK_T": padded(width // tiles),
@@ -103,6 +107,7 @@ def build_latent(request: KernelRequest) -> KernelModule:
         "cos": cos,
         "sin": sin,
         "block_table": table,
+        "norm_weight": weight,
     }
     text = render("latent_write", {"columns": columns, "grid": (rows,), "write_row": constants, "options": options})
     return KernelModule(text, (ahead_of_time("write_row", operands, constants, options),))

@@ -21,7 +21,7 @@ def build(request: KernelRequest) -> KernelModule:
     """One program a head; CompileError where a head's state does not fit one."""
     names = ("qkv", "conv_weight", "conv_state", "gate", "dt_bias", "a_log", "beta", "state")
     qkv, taps, conv, gate, bias, rate, beta, state = (needed(request, name) for name in names)
-    out_gate, norm = request.tensors.get("out_gate"), request.tensors.get("norm_weight")
+    out_gate, norm, wide = (request.tensors.get(name) for name in ("out_gate", "norm_weight", "gate_weight"))
     attributes = request.attributes
     batch, tokens = qkv.shape[:2]
     heads = math.prod(rate.shape)
@@ -49,7 +49,9 @@ def build(request: KernelRequest) -> KernelModule:
         "QKV_STRIDE": qkv.stride,
         "TAP_STRIDE": (taps.stride[0], taps.stride[-1]),
         "CONV_STRIDE": conv.stride,
-        "GATE_STRIDE": by_head(gate, key_dim),
+        "GATE_STRIDE": by_head(gate, key_dim) if wide is None else (*gate.stride[:2], 0, gate.stride[2]),
+        "GATE_WEIGHT_STRIDE": (0, 0) if wide is None else wide.stride,
+        "RANK": gate.shape[-1],
         "BIAS_STRIDE": per_channel(request, bias, heads, key_dim),
         "RATE_STRIDE": per_head(request, rate),
         "BETA_STRIDE": beta.stride,
@@ -59,6 +61,7 @@ def build(request: KernelRequest) -> KernelModule:
         "BLOCK_K": block_k,
         "BLOCK_V": block_v,
         "BLOCK_N": padded(conv.shape[-1]),
+        "BLOCK_R": padded(gate.shape[-1]),
         "INTERPRET": False,
     }
     operands: dict[str, TensorSpec | str | None] = {
@@ -66,6 +69,7 @@ def build(request: KernelRequest) -> KernelModule:
         "out_gate": out_gate,
         "norm_weight": norm,
         "slots": request.tensors.get("slots"),
+        "gate_weight": wide,
         "out": qkv.dtype,
     }
     launch = {"out": (batch, tokens, heads, value_dim), "grid": (batch * heads,)}

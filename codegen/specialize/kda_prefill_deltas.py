@@ -6,10 +6,10 @@ from kimigraph.codegen.specialize import kda_prefill
 _HEAD = "\ndef launch("
 _LAUNCH = '''
 
-def launch(q, k, v, g, beta, initial_state=None, a_log=None, dt_bias=None, cu_seqlens=None):
+def launch(q, k, v, g, beta, initial_state=None, a_log=None, dt_bias=None, cu_seqlens=None, *, memory=torch):
     """The operator's tensors in schema order -> (out, final_state, deltas)."""
-    deltas = torch.empty(CONSTANTS["out"], dtype=torch.float32, device=q.device)
-    results = prefill(q, k, v, g, beta, initial_state, a_log, dt_bias, cu_seqlens, deltas=deltas)
+    deltas = memory.empty(CONSTANTS["out"], dtype=torch.float32, device=q.device)
+    results = prefill(q, k, v, g, beta, initial_state, a_log, dt_bias, cu_seqlens, deltas=deltas, memory=memory)
     return (*results, deltas)
 '''
 

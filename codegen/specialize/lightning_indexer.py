@@ -9,6 +9,8 @@ from typing import Any
 
 from kimigraph.codegen.kernel import KernelModule, KernelRequest
 from kimigraph.codegen.specialize import (
+    lightning_indexer_group_prompt,
+    lightning_indexer_groups,
     lightning_indexer_hopper,
     lightning_indexer_prefill,
     lightning_indexer_prompt,
@@ -24,6 +26,8 @@ SELECT_BLOCK = 4096  # codes a step of the selection; the packed running counts 
 
 
 FORMS = {
+    "group slabs": lightning_indexer_group_prompt,
+    "groups": lightning_indexer_groups,
     "two launches": lightning_indexer_split,
     "one launch": lightning_indexer_hopper,
     "slabs": lightning_indexer_prompt,
@@ -81,6 +85,9 @@ def build_plain(request: KernelRequest, select_block: int, most_codes: int) -> K
     if keys.dtype == "uint8" and tuple(keys.stride) != (keys.shape[1] * keys.shape[2], keys.shape[2], 1):
         raise refuse(request, "pages of bytes are not contiguous", "pass the cache itself, not a view of it")
     group, q_scales = key_group(request), request.tensors.get("q_scales")
+    quantises = bool(request.attributes.get("quantises_q", False))
+    if quantises and group & (group - 1):
+        raise refuse(request, f"groups of {group} are no power of two", "quantise queries before, by mxfp8_quantize")
     # What is not bf16 after decoding is brought to fp32.
     mixed = len({"bfloat16" if spec.dtype in bytes_of else spec.dtype for spec in (q, keys)}) > 1
     if q.dtype == "float8_e4m3fn":
@@ -121,6 +128,8 @@ def build_plain(request: KernelRequest, select_block: int, most_codes: int) -> K
         "PLANE": keys.shape[1] if keys.dtype == "uint8" else 0,
         "GROUP": group,
         "Q_SCALE_STRIDE": (0, 0, 0, 0) if q_scales is None else q_scales.stride,
+        "QUANTISES": quantises,
+        "INTERPRET": False,
     }
     select: dict[str, Any] = {
         "S": tokens,

@@ -15,7 +15,8 @@ PROGRAMS = 4 * 132  # of a slab's scores: rows see more keys the later they stan
 CONSUMERS = 3
 STAGES = 8
 WARPS = 8  # of a row's selection
-SLICE = 8192  # codes that they hold at once
+HELD = 8192  # codes of a whole row that they hold at once
+SLICE = 4096  # of a longer one: more spill
 
 
 def serves(request: KernelRequest) -> bool:
@@ -44,6 +45,19 @@ def wins(request: KernelRequest) -> bool:
     return is_hopper(request.target) and needed(request, "q").shape[1] >= LEAST_ROWS
 
 
+def row_division(total: int) -> tuple[int, int]:
+    """Codes of a warp a tile and tiles of a row that one program selects from."""
+    columns = max(padded(ceil_div(total, WARPS)), 32 * EACH)
+    columns = columns if columns * WARPS <= HELD else SLICE // WARPS
+    return columns, ceil_div(total, WARPS * columns)
+
+
+def sample_tiles(tiles: int) -> int:
+    """Tiles that bound the last winner from below before all are packed: what passes the bound is stored, and read
+    again, which costs more than a look at all of a short row."""
+    return min(tiles, max(8, ceil_div(tiles, 2)))
+
+
 def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
     """Needs ``serves(request)``; ``slab`` overrides how many rows share the memory."""
     q, weights = needed(request, "q"), needed(request, "weights")
@@ -53,8 +67,7 @@ def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
     total = table.shape[1] * PAGE
     top = int(request.attributes["k"])
     block = CONSUMERS * (128 // heads)
-    columns = max(min(padded(ceil_div(total, WARPS)), SLICE // WARPS), 32 * EACH)
-    row_tiles = ceil_div(total, WARPS * columns)
+    columns, row_tiles = row_division(total)
     words = total * (2 if row_tiles > 1 else 1)
     slab = min(slab or max(SLAB_WORDS // words, LEAST_ROWS), tokens)
     splits = min(padded(ceil_div(PROGRAMS, ceil_div(slab, block))), padded(ceil_div(total, 16 * PAGE)), 32)
@@ -70,6 +83,7 @@ def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
         "SPLITS": splits,
         "STAGES": STAGES,
         "REGISTERS": 160,
+        "BY_QUARTERS": heads == 64,
     }
     select: dict[str, Any] = {
         "S": slab,
@@ -82,7 +96,7 @@ def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
         "EACH": EACH,
         "COLUMNS": columns,
         "TILES": row_tiles,
-        "STATE": 0,
+        "SAMPLE": sample_tiles(row_tiles),
     }
     score_options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128}
     select_options: dict[str, Any] = {"num_warps": WARPS, "maxnreg": 128}
@@ -92,8 +106,6 @@ def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
         "block": block,
         "codes": (slab, total),
         "peaks": (slab, splits),
-        "state": (slab, 0),
-        "candidates": (slab, 0),
         "kept": (slab, total if row_tiles > 1 else 0),
         "picked": (batch, tokens, top),
         "rows": by_rows,
@@ -117,5 +129,5 @@ def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
     first = None if lengths is None else "int32"
     selecting = selection(first, table if by_rows else None, select, select_options)
     # Slabs begin at addresses of their own.
-    selecting = replace(selecting, divisible=("codes", "peaks", "state", "candidates", "kept"))
+    selecting = replace(selecting, divisible=("codes", "peaks", "kept"))
     return KernelModule(text, (scoring, selecting), route=route)

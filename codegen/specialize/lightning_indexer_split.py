@@ -1,7 +1,7 @@
 """The Lightning Indexer in two launches on Hopper: where it serves and wins, and how rows are divided in either launch.
 
 All rules read shapes alone. A row's scores are divided among as many programs as fit the device at once; its selection
-among few, since these meet.
+among few, a cluster, since these meet.
 """
 
 from dataclasses import dataclass
@@ -24,14 +24,12 @@ STAGES = 5
 PAGES_EACH, MOST_SHORT = 16, 64  # beyond one wave: programs of so many pages balance better, up to so many a row
 EACH = 8  # codes in a row a thread
 WARPS = 16
+ONE_ROW = 2048  # pages of the only row up to which a program a multiprocessor scores fastest: all read one query
 ALONE = 8192  # codes of a row from which one program selects fastest alone
 HELD = 1024  # codes of a warp that stay in registers
 TILE = 512  # codes of a warp a tile, where a slice takes several
-MOST_CTAS = 32
-CANDIDATES = 128
-HEADER = 32  # words of a row's state before the programs' counts
-LEVELS = 4
-COUNTERS = 4096
+MOST_CTAS = 16  # of a cluster
+STAYING = 1 << 22  # codes of all rows up to which they are to stay in the L2 cache
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,11 @@ def wins(request: KernelRequest) -> bool:
 def division(rows: int, total: int, target: str) -> Division:
     """How ``rows`` rows of ``total`` keys are divided. All programs of a selection that meets run at once."""
     pages = total // PAGE
-    splits = max(min(programs_at_once(target, PROGRAMS) // rows, pages), min(pages // PAGES_EACH, MOST_SHORT), 1)
+    at_once = programs_at_once(target, 1 if rows == 1 and pages <= ONE_ROW else PROGRAMS)
+    splits = max(min(at_once // rows, pages), min(pages // PAGES_EACH, MOST_SHORT), 1)
     splits = 1 << (splits.bit_length() - 1)
-    # Few rows leave multiprocessors idle; shorter slices pay there until meeting costs more than they save.
-    slice_ = 4096 if rows <= 2 and total <= 32768 else 8192 if total <= 131072 else 16384
+    # Shorter slices pay until the larger cluster costs more than they save.
+    slice_ = 8192 if rows == 1 or total <= 65536 else 16384
     ctas = 1 if total <= ALONE else padded(ceil_div(total, slice_))
     ctas = min(ctas, max(programs_at_once(target, 1) // rows, 1), MOST_CTAS)
     return _division(splits, min(ceil_div(pages, splits), STAGES), 1 << (ctas.bit_length() - 1), total)
@@ -91,7 +90,6 @@ def build(request: KernelRequest, *, ctas: int | None = None) -> KernelModule:
     plan = division(rows, total, request.target)
     if ctas is not None:
         plan = _division(plan.splits, plan.stages, ctas, total)
-    words = 0 if plan.ctas == 1 else HEADER + 2 * plan.ctas + LEVELS * COUNTERS
     length_stride = 0 if lengths is None or lengths.shape in ((), (1,)) else lengths.stride[0]
     table_stride = (0, 0) if table is None else table.stride
     score: dict[str, Any] = {
@@ -108,43 +106,26 @@ def build(request: KernelRequest, *, ctas: int | None = None) -> KernelModule:
         "SPLITS": plan.splits,
         "PAGES": 1,
         "STAGES": plan.stages,
-        "STATE": words,
-    }
-    select: dict[str, Any] = {
-        "S": tokens,
-        "T": total,
-        "K": int(request.attributes["k"]),
-        "LENGTH_STRIDE": length_stride,
-        "TABLE_STRIDE": table_stride if by_rows else (0, 0),
-        "SPLITS": plan.splits,
-        "CTAS": plan.ctas,
-        "EACH": EACH,
-        "COLUMNS": plan.columns,
-        "TILES": plan.tiles,
-        "STATE": words,
+        "STAY": rows * total <= STAYING,
     }
     score_options = {"num_warps": 4, "maxnreg": 64 if heads <= 64 else 96, "launch_pdl": True}
-    select_options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": True}
-    if plan.ctas > 1:
-        select_options["launch_cooperative_grid"] = True
+    select, select_options = selection_constants(request, plan, total, length_stride)
     constants = {
         "route": plan.text(),
         "codes": (rows, total),
         "peaks": (rows, plan.splits),
-        "state": (rows, words),
-        "candidates": (rows, plan.ctas * CANDIDATES if plan.ctas > 1 else 0),
         "kept": (rows, total if plan.tiles > 1 else 0),
         "picked": (batch, tokens, select["K"]),
         "rows": by_rows,
         "score_grid": (rows * plan.splits,),
-        "select_grid": (rows * plan.ctas,),
+        "select_grid": (rows,),
         "score_rows": score,
         "score_options": score_options,
         "select_codes": select,
         "select_options": select_options,
     }
     text = render("lightning_indexer_split", constants)
-    scratch = dict.fromkeys(("codes", "peaks", "state"), "int32")
+    scratch = dict.fromkeys(("codes", "peaks"), "int32")
     operands: dict[str, TensorSpec | str | None] = {
         "q": q,
         "weights": weights,
@@ -157,6 +138,31 @@ def build(request: KernelRequest, *, ctas: int | None = None) -> KernelModule:
     return KernelModule(text, (scoring, selecting), route=plan.text())
 
 
+def selection_constants(
+    request: KernelRequest, plan: Division, total: int, length_stride: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The constants and options of ``select_codes`` over rows of ``total`` codes."""
+    table = request.tensors.get("block_table")
+    by_rows = table is not None and bool(request.attributes.get("rows", False))
+    constants: dict[str, Any] = {
+        "S": needed(request, "q").shape[1],
+        "T": total,
+        "K": int(request.attributes["k"]),
+        "LENGTH_STRIDE": length_stride,
+        "TABLE_STRIDE": table.stride if table is not None and by_rows else (0, 0),
+        "SPLITS": plan.splits,
+        "CTAS": plan.ctas,
+        "EACH": EACH,
+        "COLUMNS": plan.columns,
+        "TILES": plan.tiles,
+        "SAMPLE": ceil_div(plan.tiles, 2),
+    }
+    options: dict[str, Any] = {"num_warps": plan.warps, "launch_pdl": True}
+    if plan.ctas > 1:
+        options["num_ctas"] = plan.ctas
+    return constants, options
+
+
 def selection(
     lengths: TensorSpec | str | None, table: TensorSpec | None, constants: dict[str, Any], options: dict[str, Any]
 ) -> KernelLaunch:
@@ -166,8 +172,6 @@ def selection(
         "peaks": "int32",
         "lengths": lengths,
         "block_table": table,
-        "state": "int32",
-        "candidates": "int32",
         "kept": "int32",
         "picked": "int32",
     }

@@ -5,7 +5,8 @@ from typing import Any
 from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
 from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, needed, padded, refuse, render
 
-ELEMENTS = 4096  # of a program: 32 a thread
+ELEMENTS = 1024  # of a program: 16 a thread
+WARPS = 2
 MOST_GROUP = 8192
 MOST_ROTATED = 1024
 
@@ -51,7 +52,7 @@ def _build(request: KernelRequest, group: int, form: dict[str, Any]) -> KernelMo
         "INTERPRET": False,
     }
     # Fused multiply-adds would round otherwise than the reference does.
-    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+    options = {"num_warps": 4 if rotate or block > ELEMENTS else WARPS, "num_stages": 1, "enable_fp_fusion": False}
     scales = "uint8" if form["MX"] else "float32"
     operands: dict[str, TensorSpec | str | None] = {"x": x, "values": "uint8", "scales": scales}
     text = render(

@@ -31,9 +31,11 @@ def serves(request: KernelRequest) -> bool:
     )
 
 
-def programs_per_token(groups: int, picks: int, at_once: int) -> int:
-    """A power of two: all programs of the launch run ``at_once``, each with 32 rows at least and a head to join."""
-    most = min(max(at_once // groups, 1), HEADS, max(ceil_div(picks, 32), 1))
+def programs_per_token(tokens: int, heads: int, picks: int, at_once: int) -> int:
+    """How many programs share 64 heads of a token, a power of two: all of the launch run ``at_once``, each with 32 rows
+    at least and a head to join. More than 64 a token spend more on joining than they save."""
+    groups = ceil_div(heads, HEADS)
+    most = min(max(at_once // (tokens * groups), 1), max(HEADS // groups, 1), max(ceil_div(picks, 32), 1))
     return 1 << (most.bit_length() - 1)
 
 
@@ -48,7 +50,7 @@ def build(request: KernelRequest, *, programs: int | None = None) -> KernelModul
     total = latent.shape[1] if table is None else table.shape[1] * page
     picks = total if indices is None else indices.shape[-1]
     groups = batch * tokens * ceil_div(heads, HEADS)
-    splits = programs or programs_per_token(groups, picks, programs_at_once(request.target, 1))
+    splits = programs or programs_per_token(batch * tokens, heads, picks, programs_at_once(request.target, 1))
     share = ceil_div(picks, splits)
     rows = 32 if share <= 32 else 64
     scale_stride = NO_STRIDE if scales is None else scales.stride

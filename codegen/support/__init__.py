@@ -5,10 +5,11 @@ from pathlib import Path
 from kimigraph.ir import preparation, seeded, tensor_file
 
 
-def support_files(ahead_of_time: bool = False, streams: int = 1) -> dict[str, str]:
+def support_files(ahead_of_time: bool = False, streams: int = 1, arena: bool = False) -> dict[str, str]:
     """Text of the files under ``support/`` of an artifact, by path.
 
-    What launches cubins is there where it holds some, what forks and joins where its program has several streams.
+    What launches cubins is there where it holds some, what forks and joins where its program has several streams, the
+    arena where its memory is planned.
     """
     sources = [Path(__file__).with_name("run_step.py")]
     sources += [Path(str(module.__file__)) for module in (seeded, tensor_file, preparation)]
@@ -16,4 +17,6 @@ def support_files(ahead_of_time: bool = False, streams: int = 1) -> dict[str, st
         sources += [Path(__file__).with_name(name) for name in ("cubins.py", "cuda_driver.py")]
     if streams > 1:
         sources.append(Path(__file__).with_name("streams.py"))
+    if arena:
+        sources.append(Path(__file__).with_name("arena.py"))
     return {f"support/{source.name}": source.read_text(encoding="utf-8") for source in sources}

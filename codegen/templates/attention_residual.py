@@ -98,9 +98,9 @@ def mix(
     tl.store(out + token * D + column, narrow(mixed, out, INTERPRET), mask=column < D)
 
 
-def launch(sources, query, norm_weight=None, out_norm_weight=None):
+def launch(sources, query, norm_weight=None, out_norm_weight=None, *, memory=torch):
     """The operator's tensors in schema order -> out, in the shape and type of the sources."""
-    out = torch.empty(CONSTANTS["out"], dtype=sources[0].dtype, device=sources[0].device)
+    out = memory.empty(CONSTANTS["out"], dtype=sources[0].dtype, device=sources[0].device)
     absent = [None] * (9 - len(sources))
     mix[CONSTANTS["grid"]](
         *sources, *absent, query, norm_weight, out_norm_weight, out,

@@ -186,9 +186,9 @@ def mix_cluster(
     gl.store(out + token * D + channel, mixed.to(out.dtype.element_ty), mask=inside)
 
 
-def launch(sources, query, norm_weight=None, out_norm_weight=None):
+def launch(sources, query, norm_weight=None, out_norm_weight=None, *, memory=torch):
     """The operator's tensors in schema order -> out, in the shape and type of the sources."""
-    out = torch.empty(CONSTANTS["out"], dtype=sources[0].dtype, device=sources[0].device)
+    out = memory.empty(CONSTANTS["out"], dtype=sources[0].dtype, device=sources[0].device)
     mix_cluster[CONSTANTS["grid"]](
         *sources, *[None] * (9 - len(sources)), query, norm_weight, out_norm_weight, out,
         **CONSTANTS["mix_cluster"], **CONSTANTS["options"],

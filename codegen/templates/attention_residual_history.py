@@ -94,10 +94,10 @@ def mix_history(
             tl.store(lse + number * T + token, highest + tl.log(total))
 
 
-def launch(sources, queries, norm_weights):
+def launch(sources, queries, norm_weights, *, memory=torch):
     """The operator's tensors in schema order -> (mixture [m, ..., D], lse [m, ...]), fp32."""
-    mixture = torch.empty(CONSTANTS["mixture"], dtype=torch.float32, device=sources[0].device)
-    lse = torch.empty(CONSTANTS["lse"], dtype=torch.float32, device=sources[0].device)
+    mixture = memory.empty(CONSTANTS["mixture"], dtype=torch.float32, device=sources[0].device)
+    lse = memory.empty(CONSTANTS["lse"], dtype=torch.float32, device=sources[0].device)
     mix_history[CONSTANTS["grid"]](
         *sources, *[None] * (9 - len(sources)), *queries, *[None] * (8 - len(queries)), *norm_weights,
         *[None] * (8 - len(norm_weights)), mixture, lse,

@@ -55,9 +55,9 @@ def merge(
     tl.store(out + token * D + column, narrow(mixed, out, INTERPRET), mask=inside)
 
 
-def launch(history, lse, partial, query, norm_weight=None, out_norm_weight=None):
+def launch(history, lse, partial, query, norm_weight=None, out_norm_weight=None, *, memory=torch):
     """The operator's tensors in schema order -> out, in the shape and type of ``partial``."""
-    out = torch.empty(CONSTANTS["out"], dtype=partial.dtype, device=partial.device)
+    out = memory.empty(CONSTANTS["out"], dtype=partial.dtype, device=partial.device)
     merge[CONSTANTS["grid"]](
         history, lse, partial, query, norm_weight, out_norm_weight, out,
         **{**CONSTANTS["merge"], "INTERPRET": INTERPRET}, **CONSTANTS["options"],

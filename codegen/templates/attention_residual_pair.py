@@ -71,9 +71,9 @@ def mix_pair(
     tl.store(out + token * D + column, narrow(mixed, out, INTERPRET), mask=column < D)
 
 
-def launch(sources, query, norm_weight, out_norm_weight):
+def launch(sources, query, norm_weight, out_norm_weight, *, memory=torch):
     """The operator's tensors in schema order -> out, in the shape and type of the sources."""
-    out = torch.empty(CONSTANTS["out"], dtype=sources[0].dtype, device=sources[0].device)
+    out = memory.empty(CONSTANTS["out"], dtype=sources[0].dtype, device=sources[0].device)
     mix_pair[CONSTANTS["grid"]](
         *sources, query, norm_weight, out_norm_weight, out,
         **{**CONSTANTS["mix_pair"], "INTERPRET": INTERPRET}, **CONSTANTS["options"],

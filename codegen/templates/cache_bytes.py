@@ -8,8 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def e4m3_bits(value, INTERPRET: tl.constexpr):
-    """fp32 in [-448, 448] -> the bits of the nearest e4m3, ties to even; the interpreter's own cast errs."""
+    """fp32 -> the bits of the nearest e4m3, ties to even, 448 at most; NaN stays. The interpreter's own cast errs."""
     if INTERPRET:
+        value = tl.where(value != value, value, tl.minimum(tl.maximum(value, -448.0), 448.0))
         bits = value.to(tl.uint32, bitcast=True)
         exponent = tl.maximum(((bits >> 23) & 0xFF).to(tl.int32) - 127, -6)
         anchor = ((exponent + 147) << 23).to(tl.float32, bitcast=True) * 1.5
@@ -26,15 +27,43 @@ def e4m3_bits(value, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def tile_scale(largest, POWER2: tl.constexpr):
+def divided(value, factor, inverse, INTERPRET: tl.constexpr):
+    """value / factor rounded once; ``inverse`` is the rounded 1 / factor. 0 for an infinite factor, for a value of
+    its tile.
+
+    What the product with the inverse lacks is exact in a fused multiply-add, which the interpreter has not.
+    """
+    if INTERPRET:
+        quotient = tl.div_rn(value, factor)
+    else:
+        product = value * inverse
+        rest = tl.fma(product, tl.where(inverse == 0.0, 0.0, -factor), value)
+        quotient = tl.fma(rest, inverse, product)
+    return quotient
+
+
+@triton.jit
+def tile_scale(largest, POWER2: tl.constexpr, INTERPRET: tl.constexpr):
     """The fp32 scale of a tile by its largest magnitude: amax / 448, or the next power of two."""
     floored = tl.where(largest > 1e-4, largest, 1e-4)
-    scale = tl.div_rn(tl.where(largest != largest, largest, floored), 448.0)
+    scale = divided(tl.where(largest != largest, largest, floored), 448.0, 1.0 / 448.0, INTERPRET)
+    scale = tl.where(largest < float("inf"), scale, largest)
     if POWER2:
         bits = scale.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
-        scale = tl.where(tl.abs(scale) < float("inf"), rounded, scale)
+        scale = tl.where(scale < float("inf"), rounded, scale)
     return tl.where(scale != scale, float("nan"), scale)
+
+
+@triton.jit
+def over_scale(value, scale, POWER2: tl.constexpr, INTERPRET: tl.constexpr):
+    """The values of tiles over scales from ``tile_scale``, rounded once."""
+    if POWER2:
+        inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        scaled = value * tl.where(scale < float("inf"), inverse, tl.where(scale != scale, scale, 0.0))
+    else:
+        scaled = divided(value, scale, tl.div_rn(1.0, scale), INTERPRET)
+    return scaled
 
 
 @triton.jit
@@ -102,12 +131,6 @@ def e8m0_scale(value, axis: tl.constexpr, CEIL: tl.constexpr):
 def largest_bits(value, axis: tl.constexpr):
     """The largest magnitude along an axis, NaN where there is one, by one maximum: bits order as magnitudes do."""
     return tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def saturated(value):
-    """Within the range of e4m3; NaN stays."""
-    return tl.where(value != value, value, tl.minimum(tl.maximum(value, -448.0), 448.0))
 
 
 @triton.jit

@@ -13,8 +13,8 @@ from kimigraph.codegen.templates.cache_bytes import (
     e8m0_scale,
     hadamard_turned,
     largest_magnitude,
+    over_scale,
     partner_column,
-    saturated,
     source_column,
     tile_scale,
     turned,
@@ -87,15 +87,15 @@ def write_key(
         grouped = tl.reshape(prepared, [LINES, GROUP])
         power = e8m0_scale(grouped, 1, True)
         inverse = e8m0_value(tl.where(power == 255, 255, 254 - power))
-        code = e4m3_bits(saturated(grouped * inverse[:, None]), INTERPRET)
+        code = e4m3_bits(grouped * inverse[:, None], INTERPRET)
         within = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         plane = keys + page * (PLANE * (D + GROUPS))
         tl.store(plane + slot * D + within, code, mask=(within < D) & exists)
         scales = plane + PLANE * D + slot * GROUPS
         tl.store(scales + group, power.to(tl.uint8), mask=(group < GROUPS) & exists)
     elif PLANE > 0:
-        factor = tile_scale(largest_magnitude(prepared, 0), POWER2)
-        scaled = saturated(tl.div_rn(prepared, factor))
+        factor = tile_scale(largest_magnitude(prepared, 0), POWER2, INTERPRET)
+        scaled = over_scale(prepared, factor, POWER2, INTERPRET)
         plane = keys + page * (PLANE * (D + 4))
         tl.store(plane + slot * D + column, e4m3_bits(scaled, INTERPRET), mask=inside & exists)
         scales = (plane + PLANE * D).to(tl.pointer_type(tl.float32))

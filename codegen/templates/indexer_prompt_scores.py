@@ -26,6 +26,44 @@ def prompt_entry(block_table, sequence, page, T: gl.constexpr, TABLE_STRIDE: gl.
 
 
 @gluon.jit
+def from_lane(value, DISTANCE: gl.constexpr):
+    """What the lane whose number differs in the bit ``DISTANCE`` holds."""
+    SHUFFLE: gl.constexpr = (
+        "shfl.sync.bfly.b32 $0, $1, 1, 31, -1;" if DISTANCE == 1 else "shfl.sync.bfly.b32 $0, $1, 2, 31, -1;"
+    )
+    return gl.inline_asm_elementwise(SHUFFLE, "=r,r", [value], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def quarters(products):
+    """[64, 128] products of a warp group, of two tokens -> [64, 2, 4]: what each of the four lanes that share a row
+    adds up by itself."""
+    by_lane = gl.permute(gl.reshape(products, [64, 2, 8, 4, 2]), [0, 1, 3, 2, 4])
+    return gl.sum(gl.reshape(by_lane, [64, 2, 4, 16]), 3)
+
+
+@gluon.jit
+def add_quarters(parts):
+    """``quarters`` -> [128], one sum a thread: lane 4 e + l of warp w has row 16 w + e, 8 further on if l is odd, of
+    the second token if l is 2 or 3."""
+    halves = gl.permute(gl.reshape(parts, [4, 2, 8, 2, 4]), [0, 2, 4, 1, 3])
+    first, second = gl.split(halves)
+    first_low, first_high = gl.split(first)
+    second_low, second_high = gl.split(second)
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lane = gl.arange(0, 128, layout=THREADS) & 3
+    first_low = gl.convert_layout(gl.reshape(first_low, [128]), THREADS)
+    first_high = gl.convert_layout(gl.reshape(first_high, [128]), THREADS)
+    second_low = gl.convert_layout(gl.reshape(second_low, [128]), THREADS)
+    second_high = gl.convert_layout(gl.reshape(second_high, [128]), THREADS)
+    odd = (lane & 1) != 0
+    ours = gl.where(odd, first_high, first_low) + from_lane(gl.where(odd, first_low, first_high), 1)
+    others = gl.where(odd, second_high, second_low) + from_lane(gl.where(odd, second_low, second_high), 1)
+    upper = lane >= 2
+    return gl.where(upper, others, ours) + from_lane(gl.where(upper, ours, others), 2)
+
+
+@gluon.jit
 def fetch_pages(
     tiles, scale_rows, block_table, buffers, scales, full, empty, sequence, first, count,
     T: gl.constexpr, TABLE_STRIDE: gl.constexpr, QUANTISED: gl.constexpr, STAGES: gl.constexpr,
@@ -55,8 +93,13 @@ def score_pages_of_rows(
     split, first, count, WHICH: gl.constexpr,
     T: gl.constexpr, H: gl.constexpr, SCALE: gl.constexpr, Q_STRIDE: gl.constexpr, WEIGHT_STRIDE: gl.constexpr,
     TABLE_STRIDE: gl.constexpr, QUANTISED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    BY_QUARTERS: gl.constexpr,
 ):  # fmt: skip
-    """Score the pages for the rows from ``token`` + WHICH * 128 / H on, as they come."""
+    """Score the pages for the rows from ``token`` + WHICH * 128 / H on, as they come.
+
+    BY_QUARTERS, for two rows of 64 heads: lanes that share a key trade parts of sums, so that each ends up with one
+    score of one row and does what follows for that one alone.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     PACK: gl.constexpr = 128 // H
     BITS: gl.constexpr = 8 if QUANTISED else 16
@@ -81,17 +124,26 @@ def score_pages_of_rows(
     tl.debug_barrier()
     columns = query_tile.permute((1, 0))
     zeros = gl.zeros([64, 128], gl.float32, layout=PRODUCT)
-    SCORES: gl.constexpr = gl.sum(gl.reshape(zeros, [64, PACK, H]), 2).type.layout
-    index = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    own = token + gl.arange(0, PACK, layout=gl.SliceLayout(0, SCORES))
-    limit = gl.expand_dims(gl.minimum(length + own, T), 0)
-    place = gl.expand_dims(own.to(gl.int64) * T, 0) + gl.expand_dims(index, 1)
-    stored = gl.expand_dims(own < rows, 0) & (gl.expand_dims(index, 1) < 64)
-    peak = gl.zeros([64, PACK], gl.int32, layout=SCORES)
+    if BY_QUARTERS:
+        PARTS: gl.constexpr = quarters(zeros).type.layout
+        thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        index = (thread >> 5) * 16 + ((thread >> 2) & 7) + (thread & 1) * 8
+        own = token + ((thread >> 1) & 1)
+        peak = gl.zeros_like(index)
+    else:
+        SCORES: gl.constexpr = gl.sum(gl.reshape(zeros, [64, PACK, H]), 2).type.layout
+        index = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES)), 1)
+        own = token + gl.expand_dims(gl.arange(0, PACK, layout=gl.SliceLayout(0, SCORES)), 0)
+        peak = gl.zeros([64, PACK], gl.int32, layout=SCORES)
+    limit = gl.minimum(length + own, T)
+    place = own.to(gl.int64) * T + index
+    stored = own < rows
+    ahead = prompt_entry(block_table, sequence, first, T, TABLE_STRIDE)
     for number in range(0, count):
         stage = number % STAGES
         start = (first + number) * 64
-        entry = prompt_entry(block_table, sequence, first + number, T, TABLE_STRIDE)
+        entry = ahead
+        ahead = prompt_entry(block_table, sequence, first + number + 1, T, TABLE_STRIDE)
         hopper.mbarrier.wait(full.index(stage), (number // STAGES) & 1)
         dots = hopper.warpgroup_mma(buffers.index(stage), columns, zeros, use_acc=False, is_async=True)
         dots = hopper.warpgroup_mma_wait(0, deps=[dots])
@@ -100,16 +152,32 @@ def score_pages_of_rows(
             positive = dots + gl.abs(dots)
         else:
             positive = gl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        score = gl.sum(gl.reshape(positive * weight, [64, PACK, H]), 2)
-        if QUANTISED:
-            score = score * gl.expand_dims(scales.index(stage).load(gl.SliceLayout(1, SCORES)), 1)
+        if BY_QUARTERS:
+            parts = quarters(positive * weight)
+            if QUANTISED:
+                scale = scales.index(stage).load(gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
+                parts = parts * gl.expand_dims(gl.expand_dims(scale, 1), 2)
+            score = add_quarters(parts)
+        else:
+            score = gl.sum(gl.reshape(positive * weight, [64, PACK, H]), 2)
+            if QUANTISED:
+                score = score * gl.expand_dims(scales.index(stage).load(gl.SliceLayout(1, SCORES)), 1)
         hopper.mbarrier.arrive(empty.index(stage), count=1)
-        visible = (gl.expand_dims(start + index, 1) < limit) & (entry >= 0)
+        visible = (start + index < limit) & (entry >= 0)
         code = gl.where(visible, order_code(score), 0)
-        gl.store(codes + start + place, code.to(gl.int32, bitcast=True), mask=stored & (start + index < T)[:, None])
+        gl.store(codes + start + place, code.to(gl.int32, bitcast=True), mask=stored & (start + index < T))
         bits = score.to(gl.int32, bitcast=True) & 0x7FFFFFFF
         peak = gl.maximum(peak, gl.where(bits <= 0x7F800000, bits, 0))
-    gl.store(peaks + own * SPLITS + split, gl.max(peak, 0), mask=own < rows)
+    if BY_QUARTERS:
+        first_peak = gl.max(gl.where(own == token, peak, 0), 0)
+        second_peak = gl.max(gl.where(own == token, 0, peak), 0)
+        gl.store(peaks + token * SPLITS + split, first_peak, mask=token < rows)
+        gl.store(peaks + (token + 1) * SPLITS + split, second_peak, mask=token + 1 < rows)
+    else:
+        highest = gl.max(peak, 0)
+        OF_ROW: gl.constexpr = highest.type.layout
+        own = token + gl.arange(0, PACK, layout=OF_ROW)
+        gl.store(peaks + own * SPLITS + split, highest, mask=own < rows)
 
 
 @gluon.jit
@@ -117,7 +185,7 @@ def score_prompt(
     tiles, scale_rows, q, weights, lengths, block_table, codes, peaks, sequence, rows,
     T: gl.constexpr, H: gl.constexpr, SCALE: gl.constexpr, Q_STRIDE: gl.constexpr, WEIGHT_STRIDE: gl.constexpr,
     TABLE_STRIDE: gl.constexpr, QUANTISED: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, BY_QUARTERS: gl.constexpr,
 ):  # fmt: skip
     """A part of the pages that three times 128 / H query rows see, the last rows first.
 
@@ -151,17 +219,17 @@ def score_prompt(
             (score_pages_of_rows, (
                 q, weights, block_table, codes, peaks, buffers, scales, query_tiles, full, empty, sequence, length,
                 rows, token, split, first, count, 0,
-                T, H, SCALE, Q_STRIDE, WEIGHT_STRIDE, TABLE_STRIDE, QUANTISED, SPLITS, STAGES,
+                T, H, SCALE, Q_STRIDE, WEIGHT_STRIDE, TABLE_STRIDE, QUANTISED, SPLITS, STAGES, BY_QUARTERS,
             )),
             (score_pages_of_rows, (
                 q, weights, block_table, codes, peaks, buffers, scales, query_tiles, full, empty, sequence, length,
                 rows, token, split, first, count, 1,
-                T, H, SCALE, Q_STRIDE, WEIGHT_STRIDE, TABLE_STRIDE, QUANTISED, SPLITS, STAGES,
+                T, H, SCALE, Q_STRIDE, WEIGHT_STRIDE, TABLE_STRIDE, QUANTISED, SPLITS, STAGES, BY_QUARTERS,
             )),
             (score_pages_of_rows, (
                 q, weights, block_table, codes, peaks, buffers, scales, query_tiles, full, empty, sequence, length,
                 rows, token, split, first, count, 2,
-                T, H, SCALE, Q_STRIDE, WEIGHT_STRIDE, TABLE_STRIDE, QUANTISED, SPLITS, STAGES,
+                T, H, SCALE, Q_STRIDE, WEIGHT_STRIDE, TABLE_STRIDE, QUANTISED, SPLITS, STAGES, BY_QUARTERS,
             )),
             (fetch_pages, (
                 tiles, scale_rows, block_table, buffers, scales, full, empty, sequence, first, count,

@@ -103,10 +103,38 @@ def mapped(index, entries, PAGES: gl.constexpr):
 
 
 @gluon.jit
-def keep_codes(codes, position, score, visible, T: gl.constexpr):
-    """Store the codes of a tile's scores, 0 for hidden keys."""
-    code = gl.where(visible, order_code(score), 0)
-    gl.store(codes + position, code.to(gl.int32, bitcast=True), mask=position < T)
+def put_to_stay(place, value, live):
+    """Store an int32 at each place that is ``live``, and have the L2 cache drop it late; four lanes hold the same."""
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred live;
+        .reg .b32 lane;
+        .reg .b64 policy;
+        mov.u32 lane, %laneid;
+        and.b32 lane, lane, 3;
+        setp.eq.u32 live, lane, 0;
+        setp.ne.and.s32 live, $3, 0, live;
+        createpolicy.fractional.L2::evict_last.b64 policy, 1.0;
+        @live st.global.L2::cache_hint.b32 [$1], $2, policy;
+        } // $0
+        """,
+        "=r,l,r,r",
+        [place.to(gl.uint64, bitcast=True), value, live.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def keep_codes(codes, position, score, visible, T: gl.constexpr, STAY: gl.constexpr):
+    """Store the codes of a tile's scores, 0 for hidden keys. STAY: keys that stream by do not push them to memory."""
+    code = gl.where(visible, order_code(score), 0).to(gl.int32, bitcast=True)
+    if STAY:
+        put_to_stay(codes + position, code, position < T)
+    else:
+        gl.store(codes + position, code, mask=position < T)
 
 
 @gluon.jit
@@ -117,22 +145,21 @@ def magnitude(score):
 
 
 @gluon.jit
-def clear_state(state, split, SPLITS: gl.constexpr, STATE: gl.constexpr):
-    """This program's share of a row's STATE words to 0."""
-    WORDS: gl.constexpr = gl.num_warps() * 128
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    for start in range(split * WORDS, STATE, SPLITS * WORDS):
-        word = start + gl.arange(0, WORDS, layout=LAYOUT)
-        gl.store(state + word, gl.zeros([WORDS], gl.int32, layout=LAYOUT), mask=word < STATE)
+def head_weights(weight_row, H: gl.constexpr, STRIDE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The weights of the heads, fp32. A warp reads each once: all programs of a row ask for the same two lines."""
+    ONCE: gl.constexpr = gl.BlockedLayout([H // 32 if H > 32 else 1], [32], [gl.num_warps()], [0])
+    heads = gl.arange(0, H, layout=ONCE)
+    weight = gl.load(weight_row + heads * STRIDE, cache_modifier=".cg").to(gl.float32)
+    return gl.convert_layout(weight, LAYOUT)
 
 
 @gluon.jit
 def score_tiles(
-    q, weights, lengths, block_table, codes, peaks, state, buffers, scales, query_tile, full, empty, row, sequence,
-    token, split,
+    q, weights, lengths, block_table, codes, peaks, buffers, scales, query_tile, full, empty, row, sequence, token,
+    split,
     T: gl.constexpr, H: gl.constexpr, SCALE: gl.constexpr, Q_STRIDE: gl.constexpr, WEIGHT_STRIDE: gl.constexpr,
     LENGTH_STRIDE: gl.constexpr, TABLE_STRIDE: gl.constexpr, PAGED: gl.constexpr, QUANTISED: gl.constexpr,
-    SPLITS: gl.constexpr, PAGES: gl.constexpr, STAGES: gl.constexpr, STATE: gl.constexpr,
+    SPLITS: gl.constexpr, PAGES: gl.constexpr, STAGES: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
     """Score the tiles as they come."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -148,14 +175,11 @@ def score_tiles(
     q_row = q + sequence * Q_STRIDE[0] + token * Q_STRIDE[1]
     query = gl.load(q_row + head * Q_STRIDE[2] + channel * Q_STRIDE[3], cache_modifier=".cg")
     weight_row = weights + sequence * WEIGHT_STRIDE[0] + token * WEIGHT_STRIDE[1]
-    heads = gl.arange(0, H, layout=gl.SliceLayout(0, PRODUCT))
-    weight = gl.load(weight_row + heads * WEIGHT_STRIDE[2], cache_modifier=".cg").to(gl.float32)
-    weight = gl.expand_dims(weight * SCALE, 0)
+    weight = gl.expand_dims(head_weights(weight_row, H, WEIGHT_STRIDE[2], gl.SliceLayout(0, PRODUCT)) * SCALE, 0)
     query_tile.store(query)
     hopper.fence_async_shared()
     tl.debug_barrier()
     columns = query_tile.permute((1, 0))
-    clear_state(state + row * STATE, split, SPLITS, STATE)
     codes += row * T
     index = gl.arange(0, ROWS, layout=BY_KEY)
     zeros = gl.zeros([ROWS, H], gl.float32, layout=PRODUCT)
@@ -177,23 +201,20 @@ def score_tiles(
         visible = tile * ROWS + index < limit
         if PAGED:
             visible = visible & mapped(index, entries, PAGES)
-        keep_codes(codes, tile * ROWS + index, score, visible, T)
+        keep_codes(codes, tile * ROWS + index, score, visible, T, STAY)
         peak = gl.maximum(peak, gl.where(visible, magnitude(score), 0))
     gl.store(peaks + row * SPLITS + split, gl.max(peak, 0))
 
 
 @gluon.jit
 def score_rows(
-    tiles, scale_rows, q, weights, lengths, block_table, codes, peaks, state,
+    tiles, scale_rows, q, weights, lengths, block_table, codes, peaks,
     S: gl.constexpr, T: gl.constexpr, H: gl.constexpr, SCALE: gl.constexpr,
     Q_STRIDE: gl.constexpr, WEIGHT_STRIDE: gl.constexpr, LENGTH_STRIDE: gl.constexpr, TABLE_STRIDE: gl.constexpr,
     PAGED: gl.constexpr, QUANTISED: gl.constexpr, SPLITS: gl.constexpr, PAGES: gl.constexpr, STAGES: gl.constexpr,
-    STATE: gl.constexpr,
+    STAY: gl.constexpr,
 ):  # fmt: skip
-    """A program's tiles of one query row; the largest magnitude goes to ``peaks`` [rows, SPLITS], as bits.
-
-    Clears the STATE words a row that the selection counts in.
-    """
+    """A program's tiles of one query row; the largest magnitude goes to ``peaks`` [rows, SPLITS], as bits."""
     TYPE: gl.constexpr = tiles.dtype
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, TYPE.primitive_bitwidth, rank=2)
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -217,10 +238,10 @@ def score_rows(
             (
                 score_tiles,
                 (
-                    q, weights, lengths, block_table, codes, peaks, state, buffers, scales_by_tile, query_tile, full,
-                    empty, row, sequence, token, split,
+                    q, weights, lengths, block_table, codes, peaks, buffers, scales_by_tile, query_tile, full, empty,
+                    row, sequence, token, split,
                     T, H, SCALE, Q_STRIDE, WEIGHT_STRIDE, LENGTH_STRIDE, TABLE_STRIDE, PAGED, QUANTISED, SPLITS, PAGES,
-                    STAGES, STATE,
+                    STAGES, STAY,
                 ),
             ),
             (

@@ -110,18 +110,31 @@ def store_columns(
 @triton.jit
 def decay_of(
     gate_row,
+    gate_weight,
     dt_bias,
     a_log,
     head,
     k,
     in_k,
     GATE_STRIDE: tl.constexpr,
+    GATE_WEIGHT_STRIDE: tl.constexpr,
     BIAS_STRIDE: tl.constexpr,
     RATE_STRIDE: tl.constexpr,
     LOWER_BOUND: tl.constexpr,
+    K: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
-    """exp(g) for each key channel of the head, in either form of the gate."""
-    raw = tl.load(gate_row + k * GATE_STRIDE[3], mask=in_k, other=0.0).to(tl.float32)
+    """exp(g) for each key channel of the head, in either form of the gate, from logits or what they are made of."""
+    if gate_weight is None:
+        raw = tl.load(gate_row + k * GATE_STRIDE[3], mask=in_k, other=0.0).to(tl.float32)
+    else:
+        r = tl.arange(0, BLOCK_R)
+        low = tl.load(gate_row + r * GATE_STRIDE[3], mask=r < RANK, other=0.0).to(tl.float32)
+        places = gate_weight + (head * K + k).to(tl.int64)[:, None] * GATE_WEIGHT_STRIDE[0]
+        places = places + r[None, :] * GATE_WEIGHT_STRIDE[1]
+        weight = tl.load(places, mask=in_k[:, None] & (r < RANK)[None, :], other=0.0).to(tl.float32)
+        raw = tl.sum(weight * low[None, :], 1)
     bias = tl.load(dt_bias + head * BIAS_STRIDE[0] + k * BIAS_STRIDE[1], mask=in_k, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(a_log + head * RATE_STRIDE).to(tl.float32))
     return tl.exp(log_decay(raw + bias, rate, LOWER_BOUND))
@@ -140,6 +153,7 @@ def kda_step(
     out_gate,
     norm_weight,
     slots,
+    gate_weight,
     out,
     S: tl.constexpr,
     H: tl.constexpr,
@@ -155,6 +169,8 @@ def kda_step(
     TAP_STRIDE: tl.constexpr,
     CONV_STRIDE: tl.constexpr,
     GATE_STRIDE: tl.constexpr,
+    GATE_WEIGHT_STRIDE: tl.constexpr,
+    RANK: tl.constexpr,
     BIAS_STRIDE: tl.constexpr,
     RATE_STRIDE: tl.constexpr,
     BETA_STRIDE: tl.constexpr,
@@ -164,6 +180,7 @@ def kda_step(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """All S tokens of one (sequence, head): the state [V, K] is read once, lives in registers and is written once."""
@@ -203,7 +220,10 @@ def kda_step(
             qkv_row, conv_row, conv_weight, v_channel, own_v, token, S, QKV_STRIDE, CONV_STRIDE, TAP_STRIDE, N, W
         )
         gate_row = gate + sequence * GATE_STRIDE[0] + token.to(tl.int64) * GATE_STRIDE[1] + head * GATE_STRIDE[2]
-        decay = decay_of(gate_row, dt_bias, a_log, head, k, in_k, GATE_STRIDE, BIAS_STRIDE, RATE_STRIDE, LOWER_BOUND)
+        decay = decay_of(
+            gate_row, gate_weight, dt_bias, a_log, head, k, in_k, GATE_STRIDE, GATE_WEIGHT_STRIDE, BIAS_STRIDE,
+            RATE_STRIDE, LOWER_BOUND, K, RANK, BLOCK_R
+        )  # fmt: skip
         beta_at = beta + sequence * BETA_STRIDE[0] + token.to(tl.int64) * BETA_STRIDE[1] + head * BETA_STRIDE[2]
         strength = sigmoid(tl.load(beta_at).to(tl.float32))
         query = query * (tl.rsqrt(tl.sum(query * query, 0) + L2_EPS) * SCALE)
@@ -237,13 +257,27 @@ def kda_step(
 
 
 def launch(
-    qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate=None, norm_weight=None, slots=None
+    qkv,
+    conv_weight,
+    conv_state,
+    gate,
+    dt_bias,
+    a_log,
+    beta,
+    state,
+    out_gate=None,
+    norm_weight=None,
+    slots=None,
+    gate_weight=None,
+    *,
+    memory=torch,
 ):
     """The operator's tensors in schema order -> [B, S, H, V]; ``conv_state`` and ``state`` change in place."""
-    out = torch.empty(CONSTANTS["out"], dtype=qkv.dtype, device=qkv.device)
+    out = memory.empty(CONSTANTS["out"], dtype=qkv.dtype, device=qkv.device)
     constants = {**CONSTANTS["kda_step"], "INTERPRET": INTERPRET}
     kda_step[CONSTANTS["grid"]](
-        qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight, slots, out,
+        qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight, slots,
+        gate_weight, out,
         **constants, **CONSTANTS["options"],
     )  # fmt: skip
     return out

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kimigraph.codegen.templates.kda_gate import log_decay, sigmoid
+from kimigraph.codegen.templates.launch_order import let_next_launch_start
 
 CONSTANTS: dict[str, Any] = {}
 
@@ -64,6 +65,7 @@ def kda_step(
     out_gate,
     norm_weight,
     slots,
+    gate_weight,
     out,
     S: gl.constexpr,
     H: gl.constexpr,
@@ -75,12 +77,15 @@ def kda_step(
     TAP_STRIDE: gl.constexpr,
     CONV_STRIDE: gl.constexpr,
     GATE_STRIDE: gl.constexpr,
+    GATE_WEIGHT_STRIDE: gl.constexpr,
+    RANK: gl.constexpr,
     BIAS_STRIDE: gl.constexpr,
     RATE_STRIDE: gl.constexpr,
     BETA_STRIDE: gl.constexpr,
     STATE_STRIDE: gl.constexpr,
     OUT_GATE_STRIDE: gl.constexpr,
     NORM_STRIDE: gl.constexpr,
+    BLOCK_R: gl.constexpr,
     BLOCKS: gl.constexpr,
     STREAM: gl.constexpr,
 ):
@@ -95,6 +100,8 @@ def kda_step(
     # [q, k, gate, v; channel; time]: two channels a thread, with all the inputs that their convolution mixes.
     WINDOW: gl.constexpr = gl.BlockedLayout([1, 2, 4], [1, 32, 1], [4, WARPS // 4, 1], [2, 1, 0])
     CHANNELS: gl.constexpr = gl.SliceLayout(2, WINDOW)
+    # A product follows, whose weights can be on their way meanwhile.
+    let_next_launch_start()
     program = gl.program_id(0)
     head = program % H
     sequence = (program // H).to(gl.int64)
@@ -128,11 +135,25 @@ def kda_step(
     x = gl.load(x_place - 3 * QKV_STRIDE[1], mask=mixes & (time == 3), other=0.0)
     old = gl.load(conv_place, mask=mixes & (time < 3), other=0.0)
     taps = gl.load(conv_weight + (across * TAP_STRIDE[0] + time * TAP_STRIDE[1]), mask=mixes, other=0.0)
-    logit = gl.load(gate_place, mask=is_gate, other=0.0)
     strength = gl.load(beta_place)
     bias_place = dt_bias + head * BIAS_STRIDE[0] + at * BIAS_STRIDE[1] + row * 0
     bias = gl.load(bias_place, mask=is_gate, other=0.0).to(gl.float32)
     rate = gl.load(a_log + head * RATE_STRIDE).to(gl.float32)
+    if gate_weight is None:
+        logit = gl.load(gate_place, mask=is_gate, other=0.0)
+    else:
+        # What the logits are made of: the head's rows of the weight, on their way before the state.
+        PRODUCT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+        r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, PRODUCT))
+        weight_row = head * D + gl.arange(0, D, layout=gl.SliceLayout(1, PRODUCT))
+        weight_place = gl.expand_dims(weight_row * GATE_WEIGHT_STRIDE[0], 1)
+        weight_place = gate_weight + (weight_place + gl.expand_dims(r * GATE_WEIGHT_STRIDE[1], 0))
+        gate_rows = gl.load(
+            weight_place, mask=gl.expand_dims(r < RANK, 0) & gl.expand_dims(weight_row >= 0, 1), other=0.0
+        )
+        low_place = gate + sequence * GATE_STRIDE[0] + r * GATE_STRIDE[3]
+        low = gl.load(low_place, mask=r < RANK, other=0.0)
+        logits = gl.allocate_shared_memory(gl.float32, [D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ahead = load_state(place, live, STREAM)
     rate = gl.exp(rate)
 
@@ -143,7 +164,10 @@ def kda_step(
         if token > 0:
             x = gl.load(x_place + (token - 3) * QKV_STRIDE[1], mask=mixes & (time >= 3 - token), other=0.0)
             old = gl.load(conv_place + token * CONV_STRIDE[2], mask=mixes & (time < 3 - token), other=0.0)
-            logit = gl.load(gate_place + token * GATE_STRIDE[1], mask=is_gate, other=0.0)
+            if gate_weight is None:
+                logit = gl.load(gate_place + token * GATE_STRIDE[1], mask=is_gate, other=0.0)
+            else:
+                low = gl.load(low_place + token * GATE_STRIDE[1], mask=r < RANK, other=0.0)
             strength = gl.load(beta_place + token * BETA_STRIDE[1])
         out_gates = ()
         factors = ()
@@ -155,6 +179,9 @@ def kda_step(
                 out_gates = out_gates + (gl.load(out_gate_place),)
             if norm_weight is not None:
                 factors = factors + (gl.load(norm_weight + channel_v * NORM_STRIDE),)
+        if gate_weight is not None:
+            logits.store(gl.sum(gate_rows.to(gl.float32) * gl.expand_dims(low.to(gl.float32), 0), 1))
+            logit = gl.expand_dims(logits.load(gl.SliceLayout(0, CHANNELS)), 0)
         window = gl.where(time >= 3 - token, x.to(gl.float32), old.to(gl.float32))
         mixed = gl.sum(window * taps.to(gl.float32), 2)
         if LOWER_BOUND is None:
@@ -211,12 +238,26 @@ def kda_step(
 
 
 def launch(
-    qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate=None, norm_weight=None, slots=None
+    qkv,
+    conv_weight,
+    conv_state,
+    gate,
+    dt_bias,
+    a_log,
+    beta,
+    state,
+    out_gate=None,
+    norm_weight=None,
+    slots=None,
+    gate_weight=None,
+    *,
+    memory=torch,
 ):
     """The operator's tensors in schema order -> [B, S, H, V]; ``conv_state`` and ``state`` change in place."""
-    out = torch.empty(CONSTANTS["out"], dtype=qkv.dtype, device=qkv.device)
+    out = memory.empty(CONSTANTS["out"], dtype=qkv.dtype, device=qkv.device)
     kda_step[CONSTANTS["grid"]](
-        qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight, slots, out,
+        qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight, slots,
+        gate_weight, out,
         **CONSTANTS["kda_step"], **CONSTANTS["options"],
     )  # fmt: skip
     return out

@@ -102,15 +102,17 @@ def scan_chunks(
     tl.store(final_place, state, mask=state_mask)
 
 
-def launch(q, k, v, g, beta, initial_state=None, a_log=None, dt_bias=None, cu_seqlens=None, *, deltas=None):
+def launch(
+    q, k, v, g, beta, initial_state=None, a_log=None, dt_bias=None, cu_seqlens=None, *, deltas=None, memory=torch
+):
     """The operator's tensors in schema order -> (out, final_state); ``deltas`` fp32 [B, T, H, V] receives every u."""
     scratch = {"dtype": getattr(torch, CONSTANTS["scratch"]), "device": q.device}
     reads, writes, pairs = CONSTANTS["tiles"]
-    reads, writes = torch.empty(reads, **scratch), torch.empty(writes, **scratch)
-    pairs = torch.empty(pairs if deltas is None else (2, *pairs), **scratch)
-    decays = torch.empty(CONSTANTS["decays"], dtype=torch.float32, device=q.device)
-    out = torch.empty(CONSTANTS["out"], dtype=v.dtype, device=q.device)
-    final_state = torch.empty(CONSTANTS["final_state"], dtype=torch.float32, device=q.device)
+    reads, writes = memory.empty(reads, **scratch), memory.empty(writes, **scratch)
+    pairs = memory.empty(pairs if deltas is None else (2, *pairs), **scratch)
+    decays = memory.empty(CONSTANTS["decays"], dtype=torch.float32, device=q.device)
+    out = memory.empty(CONSTANTS["out"], dtype=v.dtype, device=q.device)
+    final_state = memory.empty(CONSTANTS["final_state"], dtype=torch.float32, device=q.device)
     if not out.numel() and cu_seqlens is None:
         return out, final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
     prepare_chunks[CONSTANTS["prepare_grid"]](

@@ -308,15 +308,17 @@ def rows_of(v):
     return rows if rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0 and rows.stride(1) == 1 else rows.clone()
 
 
-def launch(q, k, v, g, beta, initial_state=None, a_log=None, dt_bias=None, cu_seqlens=None, *, deltas=None):
+def launch(
+    q, k, v, g, beta, initial_state=None, a_log=None, dt_bias=None, cu_seqlens=None, *, deltas=None, memory=torch
+):
     """The operator's tensors in schema order -> (out, final_state); ``deltas`` fp32 [B, T, H, V] receives every u."""
     scratch = {"dtype": torch.bfloat16, "device": q.device}
     reads, writes, pairs = CONSTANTS["tiles"]
-    reads, writes = torch.empty(reads, **scratch), torch.empty(writes, **scratch)
-    pairs = torch.empty(pairs if deltas is None else (2, *pairs), **scratch)
-    decays = torch.empty(CONSTANTS["decays"], dtype=torch.float32, device=q.device)
-    out = torch.empty(CONSTANTS["out"], dtype=v.dtype, device=q.device)
-    final_state = torch.empty(CONSTANTS["final_state"], dtype=torch.float32, device=q.device)
+    reads, writes = memory.empty(reads, **scratch), memory.empty(writes, **scratch)
+    pairs = memory.empty(pairs if deltas is None else (2, *pairs), **scratch)
+    decays = memory.empty(CONSTANTS["decays"], dtype=torch.float32, device=q.device)
+    out = memory.empty(CONSTANTS["out"], dtype=v.dtype, device=q.device)
+    final_state = memory.empty(CONSTANTS["final_state"], dtype=torch.float32, device=q.device)
     in_shared = CONSTANTS["prepare"] == "prepare_chunks_in_shared"
     (prepare_chunks_in_shared if in_shared else prepare_chunks)[CONSTANTS["prepare_grid"]](
         q, k, g, beta, a_log, dt_bias, cu_seqlens, reads, writes, pairs, decays, DELTAS=deltas is not None,

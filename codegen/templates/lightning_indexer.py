@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from kimigraph.codegen.templates.cache_bytes import e4m3_bits, e8m0_scale
 from kimigraph.codegen.templates.cache_rows import listed_id
 from kimigraph.codegen.templates.fp8_bytes import e4m3_value, e8m0_value
 from kimigraph.codegen.templates.order_code import order_code
@@ -100,6 +101,17 @@ def load_groups(
 
 
 @triton.jit
+def rounded_groups(tile, GROUP: tl.constexpr, INTERPRET: tl.constexpr):
+    """[channels, heads] -> what e4m3 under a power of two for each GROUP channels leaves of it."""
+    SIDE: tl.constexpr = min(GROUP, tile.shape[0])
+    groups = tl.reshape(tile.to(tl.float32), [tile.shape[0] // SIDE, SIDE, tile.shape[1]])
+    power = e8m0_scale(groups, 1, True)
+    inverse = e8m0_value(tl.where(power == 255, 255, 254 - power))
+    values = e4m3_value(e4m3_bits(groups * inverse[:, None, :], INTERPRET)) * e8m0_value(power)[:, None, :]
+    return tl.reshape(values, tile.shape).to(tile.dtype)
+
+
+@triton.jit
 def score_keys(
     q,
     keys,
@@ -129,6 +141,8 @@ def score_keys(
     PLANE: tl.constexpr,
     GROUP: tl.constexpr,
     Q_SCALE_STRIDE: tl.constexpr,
+    QUANTISES: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """One block of keys of one sequence against BLOCK_S query rows: the keys are read once, heads sum inside a row."""
     first = tl.program_id(0) * BLOCK_T
@@ -180,6 +194,8 @@ def score_keys(
                     query = load_groups(q_row, powers, (head < H)[None, :], channel, 0, D, GROUP, BLOCK_D, UPCAST)
                 else:
                     query = load_channels(q_row, (head < H)[None, :], channel, 0, D, Q_STRIDE[3], BLOCK_D, UPCAST)
+                    if QUANTISES:
+                        query = rounded_groups(query, GROUP, INTERPRET)
                 dots = tl.dot(tile, query, dots, input_precision="ieee")
             # Not a maximum: a NaN must reach the sum.
             weighted = tl.where(dots < 0.0, 0.0, dots) * weight[None, :]
@@ -274,20 +290,22 @@ def select_row(
         tl.store(out + slot, tl.full([BLOCK], -1, tl.int32), mask=(slot >= listed) & (slot < K))
 
 
-def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales=None):
+def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales=None, *, memory=torch):
     """The operator's tensors in schema order -> int32 [B, S, k]; so many rows of each sequence at a time as S says."""
-    picked = torch.empty(CONSTANTS["picked"], dtype=torch.int32, device=q.device)
-    codes = torch.empty(CONSTANTS["codes"], dtype=torch.int32, device=q.device)
+    picked = memory.empty(CONSTANTS["picked"], dtype=torch.int32, device=q.device)
+    codes = memory.empty(CONSTANTS["codes"], dtype=torch.int32, device=q.device)
     if q.dtype == torch.float8_e4m3fn:
         q = q.view(torch.uint8)
     tokens, each = q.shape[1], CONSTANTS["score_keys"]["S"]
     if tokens == each:
         score_and_select(q, keys, weights, lengths, mask, block_table, q_scales, codes, picked)
         return picked
-    part = torch.empty_like(picked[:, :each], memory_format=torch.contiguous_format)
+    part = memory.empty(picked[:, :each].shape, dtype=torch.int32, device=q.device)
     for start in (*range(0, tokens - each, each), tokens - each):
         rows = slice(start, start + each)
-        seen = None if lengths is None else lengths + start
+        seen = None
+        if lengths is not None:
+            seen = torch.add(lengths, start, out=memory.empty(lengths.shape, dtype=lengths.dtype, device=q.device))
         masked = mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., rows, :]
         scales = None if q_scales is None else q_scales[:, rows]
         score_and_select(q[:, rows], keys, weights[:, rows], seen, masked, block_table, scales, codes, part)
@@ -300,7 +318,7 @@ def score_and_select(q, keys, weights, lengths, mask, block_table, q_scales, cod
     score, select = CONSTANTS["score_keys"], CONSTANTS["select_row"]
     if INTERPRET:
         # The interpreter's products of 16-bit floats are wrong (bf16) or rounded (fp16).
-        score = {**score, "UPCAST": True}
+        score = {**score, "UPCAST": True, "INTERPRET": True}
     score_keys[CONSTANTS["score_grid"]](
         q, keys, weights, lengths, mask, block_table, q_scales, codes, **score, **CONSTANTS["score_options"]
     )

@@ -260,12 +260,12 @@ def states(device):
     return {}
 
 
-def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales=None):
+def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales=None, *, memory=torch):
     """The operator's tensors in schema order -> int32 [B, S, k]."""
     del mask
     scratch = {"dtype": torch.int32, "device": q.device}
     names = ("codes", "candidates", "counts", "picked")
-    codes, candidates, counts, picked = (torch.empty(CONSTANTS[name], **scratch) for name in names)
+    codes, candidates, counts, picked = (memory.empty(CONSTANTS[name], **scratch) for name in names)
     state = (
         torch.zeros(CONSTANTS["state"], **scratch)
         if INTERPRET

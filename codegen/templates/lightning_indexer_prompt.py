@@ -17,12 +17,12 @@ from kimigraph.codegen.templates.indexer_selection import select_codes
 CONSTANTS: dict[str, Any] = {}
 
 
-def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales=None):
+def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales=None, *, memory=torch):
     """The operator's tensors in schema order -> int32 [B, S, k]."""
     del mask
-    shapes = [CONSTANTS[name] for name in ("codes", "peaks", "state", "candidates", "kept", "picked")]
-    scratch = [torch.empty(shape, dtype=torch.int32, device=q.device) for shape in shapes]
-    codes, peaks, state, candidates, kept, picked = scratch
+    shapes = [CONSTANTS[name] for name in ("codes", "peaks", "kept", "picked")]
+    scratch = [memory.empty(shape, dtype=torch.int32, device=q.device) for shape in shapes]
+    codes, peaks, kept, picked = scratch
     cache_rows, scale_rows = keys.view(-1, 128), None
     layout = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
     if keys.dtype == torch.uint8:
@@ -36,8 +36,10 @@ def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales
     firsts = None
     if lengths is not None:
         # What the first row of each slab sees, 16 bytes apart: one alignment is one kernel.
-        starts = torch.arange(0, tokens, slab, dtype=torch.int32, device=q.device).view(1, -1, 1)
-        firsts = (lengths.reshape(-1, 1, 1) + starts).to(torch.int32).expand(batch, -1, 4).contiguous()
+        starts = memory.empty((-(-tokens // slab),), dtype=torch.int32, device=q.device)
+        torch.arange(0, tokens, slab, out=starts)
+        firsts = memory.empty((batch, len(starts), 4), dtype=torch.int32, device=q.device)
+        torch.add(lengths.reshape(-1, 1, 1), starts.view(1, -1, 1).expand(-1, -1, 4), out=firsts)
     for sequence in range(batch):
         table = None if block_table is None else block_table[sequence]
         for number, start in enumerate(range(0, tokens, slab)):
@@ -51,7 +53,7 @@ def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales
             )  # fmt: skip
             listed_table = block_table[sequence : sequence + 1] if CONSTANTS["rows"] else None
             select_codes[(count,)](
-                codes, peaks, first, listed_table, state, candidates, kept, picked[sequence, rows],
+                codes, peaks, first, listed_table, kept, picked[sequence, rows],
                 **CONSTANTS["select_codes"], **CONSTANTS["select_options"],
             )  # fmt: skip
     return picked

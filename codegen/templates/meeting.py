@@ -38,6 +38,8 @@ def row_state(known, words, device):
     Captured launches share one, made by the first call outside a capture: graphs that hold launches of this kernel must
     not be replayed side by side. Without such a call a capture clears memory of its own each time.
     """
+    if device.type != "cuda":  # memory is planned: nothing runs
+        return torch.zeros(words, dtype=torch.int32, device=device)
     capturing = torch.cuda.is_current_stream_capturing()
     keys = ["captured"] if capturing else ["captured", torch.cuda.current_stream(device).cuda_stream]
     for key in keys:

@@ -115,27 +115,39 @@ def close_experts(inner, chosen, down, routed, DOWN_STRIDE: tl.constexpr, TOKENS
 
 
 def launch(
-    x, logits, bias, gate_up, down, norm_weight=None, up=None, shared_gate=None, shared_up=None, shared_down=None
+    x,
+    logits,
+    bias,
+    gate_up,
+    down,
+    norm_weight=None,
+    up=None,
+    shared_gate=None,
+    shared_up=None,
+    shared_down=None,
+    residual=None,
+    *,
+    memory=torch,
 ):
     """The operator's tensors in schema order -> (out, the experts chosen)."""
     sizes, options = CONSTANTS["sizes"], CONSTANTS["options"]
     scratch = {"dtype": x.dtype, "device": x.device}
-    inner = torch.empty(sizes["inner"], **scratch)
-    chosen = torch.empty(sizes["chosen"], dtype=torch.int32, device=x.device)
-    shared = None if shared_down is None else torch.empty(sizes["shared"], **scratch)
-    out = torch.empty(sizes["out"], **scratch)
+    inner = memory.empty(sizes["inner"], **scratch)
+    chosen = memory.empty(sizes["chosen"], dtype=torch.int32, device=x.device)
+    shared = None if shared_down is None else memory.empty(sizes["shared"], **scratch)
+    out = memory.empty(sizes["out"], **scratch)
     open_experts[CONSTANTS["grids"]["open"]](
         x, logits, bias, gate_up, shared_gate, shared_up, inner, chosen, shared,
         **{**CONSTANTS["open_experts"], "INTERPRET": INTERPRET}, **options["open"],
     )  # fmt: skip
-    finishes = up is not None or shared is not None
-    routed = torch.empty(sizes["routed"], dtype=torch.float32, device=x.device) if finishes else out
+    finishes = up is not None or shared is not None or residual is not None
+    routed = memory.empty(sizes["routed"], dtype=torch.float32, device=x.device) if finishes else out
     close_experts[CONSTANTS["grids"]["close"]](
         inner, chosen, down, routed, **{**CONSTANTS["close_experts"], "INTERPRET": INTERPRET}, **options["close"]
     )
     if finishes:
         finish_experts[CONSTANTS["grids"]["finish"]](
-            routed, norm_weight, up, shared, shared_down, out,
+            routed, norm_weight, up, shared, shared_down, residual, out,
             **{**CONSTANTS["finish_experts"], "INTERPRET": INTERPRET}, **options["finish"],
         )  # fmt: skip
     return out, chosen

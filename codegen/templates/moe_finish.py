@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from kimigraph.codegen.templates.launch_order import let_next_launch_start, wait_for_earlier_launch
 from kimigraph.codegen.templates.moe_activation import gated
 from kimigraph.codegen.templates.rounding import narrow, product
 
@@ -29,9 +30,9 @@ def routed_rows(routed, token, depth, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
     """Elements of the routed sum, parts added in order; ``token`` and ``depth`` broadcast against each other."""
     mask = (token < TOKENS) & (depth < WIDTH)
     places = routed + token * WIDTH + depth
-    total = tl.load(places, mask=mask, other=0.0)
+    total = tl.load(places, mask=mask, other=0.0, cache_modifier=".cg")
     for part in tl.static_range(1, PARTS):
-        total += tl.load(places + part * TOKENS * WIDTH, mask=mask, other=0.0)
+        total += tl.load(places + part * TOKENS * WIDTH, mask=mask, other=0.0, cache_modifier=".cg")
     return total
 
 
@@ -49,15 +50,19 @@ def weighted(total, weight, rows, DOT: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def finish_experts(routed, norm_weight, up, shared, shared_down, out, UP_STRIDE: tl.constexpr,
-                   DOWN_STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-                   OUTER: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr,
-                   TILE: tl.constexpr, LINES: tl.constexpr,
-                   STEP: tl.constexpr, DOT: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
+def finish_experts(routed, norm_weight, up, shared, shared_down, residual, out, UP_STRIDE: tl.constexpr,
+                   DOWN_STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
+                   TOKENS: tl.constexpr, WIDTH: tl.constexpr, OUTER: tl.constexpr, SHARED: tl.constexpr,
+                   PARTS: tl.constexpr, EPS: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr,
+                   STEP: tl.constexpr, DOT: tl.constexpr, EARLY: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
     """TILE columns of the result of LINES tokens; a program sums the squares of its tokens' rows itself.
 
-    The norm's root is one number a token, so it multiplies the product's result instead of its operand.
+    The norm's root is one number a token, so it multiplies the product's result instead of its operand. Launched
+    ``EARLY``, a program may start while the launch before its own still runs; it reads past the L1 cache for that.
     """
+    if EARLY:
+        let_next_launch_start()
+        wait_for_earlier_launch()
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     token = tl.program_id(1) * LINES + tl.arange(0, LINES)
     inside = (column < OUTER)[:, None]
@@ -85,12 +90,16 @@ def finish_experts(routed, norm_weight, up, shared, shared_down, out, UP_STRIDE:
             places = shared_down + column.to(tl.int64)[:, None] * DOWN_STRIDE[0] + depth[None, :] * DOWN_STRIDE[1]
             weight = tl.load(places, mask=inside & (depth < SHARED)[None, :], other=0.0)
             rows = tl.load(shared + token[None, :] * SHARED + depth[:, None],
-                           mask=(token < TOKENS)[None, :] & (depth < SHARED)[:, None], other=0.0)  # fmt: skip
+                           mask=(token < TOKENS)[None, :] & (depth < SHARED)[:, None], other=0.0,
+                           cache_modifier=".cg")  # fmt: skip
             total = weighted(total, weight, rows, DOT, INTERPRET)
     if not DOT:
         total = tl.sum(total, 1)[:, None]
     if up is None:
         total += for_all
     mask = inside & (token < TOKENS)[None, :]
+    if residual is not None:
+        places = residual + token.to(tl.int64)[None, :] * RESIDUAL_STRIDE[0] + column[:, None] * RESIDUAL_STRIDE[1]
+        total += tl.load(places, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     places = out + token.to(tl.int64)[None, :] * OUTER + column[:, None]
     tl.store(places, narrow(total, out, INTERPRET), mask=mask)

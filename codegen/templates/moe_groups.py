@@ -147,17 +147,29 @@ def combine(outer, routed, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PICKS: tl.
 
 
 def launch(
-    x, logits, bias, gate_up, down, norm_weight=None, up=None, shared_gate=None, shared_up=None, shared_down=None
+    x,
+    logits,
+    bias,
+    gate_up,
+    down,
+    norm_weight=None,
+    up=None,
+    shared_gate=None,
+    shared_up=None,
+    shared_down=None,
+    residual=None,
+    *,
+    memory=torch,
 ):
     """The operator's tensors in schema order -> (out, the experts chosen)."""
     sizes, options, grids = CONSTANTS["sizes"], CONSTANTS["options"], CONSTANTS["grids"]
     same, integers = {"dtype": x.dtype, "device": x.device}, {"dtype": torch.int32, "device": x.device}
-    chosen, members = torch.empty(sizes["chosen"], **integers), torch.empty(sizes["members"], **integers)
-    counts = torch.zeros(sizes["counts"], **integers)
-    weight = torch.empty(sizes["chosen"], dtype=torch.float32, device=x.device)
-    inner, outer = torch.empty(sizes["inner"], **same), torch.empty(sizes["outer"], **same)
-    shared = None if shared_down is None else torch.empty(sizes["shared"], **same)
-    out = torch.empty(sizes["out"], **same)
+    chosen, members = memory.empty(sizes["chosen"], **integers), memory.empty(sizes["members"], **integers)
+    counts = memory.zeros(sizes["counts"], **integers)
+    weight = memory.empty(sizes["chosen"], dtype=torch.float32, device=x.device)
+    inner, outer = memory.empty(sizes["inner"], **same), memory.empty(sizes["outer"], **same)
+    shared = None if shared_down is None else memory.empty(sizes["shared"], **same)
+    out = memory.empty(sizes["out"], **same)
     route_tokens[grids["route"]](
         logits, bias, chosen, weight, counts, members, **CONSTANTS["route_tokens"], **options["route"]
     )
@@ -169,12 +181,12 @@ def launch(
         inner, down, counts, members, outer,
         **{**CONSTANTS["close_groups"], "INTERPRET": INTERPRET}, **options["close"],
     )  # fmt: skip
-    finishes = up is not None or shared is not None
-    routed = torch.empty(sizes["routed"], dtype=torch.float32, device=x.device) if finishes else out
+    finishes = up is not None or shared is not None or residual is not None
+    routed = memory.empty(sizes["routed"], dtype=torch.float32, device=x.device) if finishes else out
     combine[grids["combine"]](outer, routed, **{**CONSTANTS["combine"], "INTERPRET": INTERPRET}, **options["combine"])
     if finishes:
         finish_experts[grids["finish"]](
-            routed, norm_weight, up, shared, shared_down, out,
+            routed, norm_weight, up, shared, shared_down, residual, out,
             **{**CONSTANTS["finish_experts"], "INTERPRET": INTERPRET}, **options["finish"],
         )  # fmt: skip
     return out, chosen

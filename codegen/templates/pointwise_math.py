@@ -1,6 +1,6 @@
 # pyright: basic, reportAttributeAccessIssue=false
 # Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
-"""Functions that generated kernels use: a rounding that the interpreter gets wrong, and two that Triton lacks."""
+"""Functions that generated kernels use: what the interpreter gets wrong, and what Triton lacks or does slowly."""
 
 import triton
 import triton.language as tl
@@ -19,19 +19,22 @@ def round_to_bf16(value, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def hyperbolic_tangent(x, INTERPRET: tl.constexpr):
-    """tanh in fp32; CUDA's own, which the interpreter lacks: there a polynomial where exponentials would cancel."""
+def quotient(above, below, INTERPRET: tl.constexpr):
+    """above / below in fp32 to two units in the last place; 0 where ``below`` is past 2^126."""
     if INTERPRET:
-        square = x * x
-        series = -5.70498872745e-3 * square + 2.06390887954e-2
-        series = series * square - 5.37397155531e-2
-        series = series * square + 1.33314422036e-1
-        series = series * square - 3.33332819422e-1
-        far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
-        result = tl.where(tl.abs(x) < 0.625, series * square * x + x, tl.where(x < 0.0, -far, far))
+        result = above / below
     else:
-        result = tl.extra.cuda.libdevice.tanh(x)
+        result = tl.extra.cuda.libdevice.fast_dividef(above, below)
     return result
+
+
+@triton.jit
+def hyperbolic_tangent(x, INTERPRET: tl.constexpr):
+    """tanh in fp32 to 2e-6 of its value: a polynomial where exponentials would cancel, and no branch."""
+    square = x * x
+    near = tl.fma(tl.fma(square, 0.13333333333, -0.33333333333) * square, x, x)
+    far = 1.0 - quotient(2.0, tl.exp2(x * 2.885390081777927) + 1.0, INTERPRET)
+    return tl.where(tl.abs(x) < 0.15, near, far)
 
 
 @triton.jit
@@ -40,6 +43,36 @@ def log_one_plus(x):
     total = 1.0 + x
     corrected = tl.log(total) * (x / (total - 1.0))
     return tl.where(total == 1.0, x, tl.where(total == float("inf"), total, corrected))
+
+
+@triton.jit
+def ask_for(places, INTERPRET: tl.constexpr):
+    """Start to bring what lies at ``places`` into the L2 cache; nobody waits for it."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // $0",
+            "=r,l",
+            [places.to(tl.uint64, bitcast=True)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def start_next_launch(INTERPRET: tl.constexpr):
+    """The next launch may begin on what is free of the device; it waits for the end of this one itself."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def await_earlier_launch(INTERPRET: tl.constexpr):
+    """Wait until what the launches before this one wrote can be read, past the L1 cache."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from kimigraph.codegen.templates.cache_bytes import (
     e8m0_scale,
     hadamard_turned,
     largest_bits,
-    saturated,
+    over_scale,
     tile_scale,
 )
 from kimigraph.codegen.templates.fp8_bytes import e8m0_value
@@ -65,20 +65,17 @@ def quantize_groups(
         scaled = value * e8m0_value(tl.where(power == 255, 255, 254 - power))[:, None]
         tl.store(scales + line, power.to(tl.uint8), mask=line < LINES)
     else:
-        factor = tile_scale(largest_bits(value, 1), POWER2)
-        if POWER2:
-            scaled = value * tl.div_rn(tl.full([BLOCK_R], 1.0, tl.float32), factor)[:, None]
-        else:
-            scaled = tl.div_rn(value, factor[:, None])
+        factor = tile_scale(largest_bits(value, 1), POWER2, INTERPRET)
+        scaled = over_scale(value, factor[:, None], POWER2, INTERPRET)
         tl.store(scales + line, factor, mask=line < LINES)
-    tl.store(values + place, e4m3_bits(saturated(scaled), INTERPRET), mask=live)
+    tl.store(values + place, e4m3_bits(scaled, INTERPRET), mask=live)
 
 
-def launch(x):
+def launch(x, *, memory=torch):
     """The operator's tensor -> values and scales."""
-    values = torch.empty(CONSTANTS["values"], dtype=torch.uint8, device=x.device)
+    values = memory.empty(CONSTANTS["values"], dtype=torch.uint8, device=x.device)
     kind = torch.uint8 if CONSTANTS["quantize_groups"]["MX"] else torch.float32
-    scales = torch.empty(CONSTANTS["scales"], dtype=kind, device=x.device)
+    scales = memory.empty(CONSTANTS["scales"], dtype=kind, device=x.device)
     if CONSTANTS["grid"][0]:
         quantize_groups[CONSTANTS["grid"]](
             x, values, scales, **{**CONSTANTS["quantize_groups"], "INTERPRET": INTERPRET}, **CONSTANTS["options"]

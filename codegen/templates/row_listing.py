@@ -7,20 +7,24 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kimigraph.codegen.templates.cluster import everywhere
 from kimigraph.codegen.templates.row_histogram import add
-from kimigraph.codegen.templates.row_slices import tile_codes, tile_positions
-from kimigraph.codegen.templates.shared_counts import get_counts, set_count
+from kimigraph.codegen.templates.row_slices import keep, tile_codes, tile_positions
+from kimigraph.codegen.templates.shared_counts import get_counts, get_note, set_count, set_note
 
 
 @gluon.jit
-def before_warp(totals, WARPS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The sums of the warps before each, of one number a warp, and the sum of all."""
-    SQUARE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    own = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, SQUARE)), 1)
-    other = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(0, SQUARE)), 0)
-    total = gl.convert_layout(totals, gl.SliceLayout(0, SQUARE))
-    before = gl.sum(gl.where(other < own, gl.expand_dims(total, 0), 0), 1)
-    return gl.convert_layout(before, gl.SliceLayout(1, LAYOUT)), gl.sum(total, 0)
+def before_warp(totals, warp, first: gl.constexpr, WARPS: gl.constexpr):
+    """The sums of the warps before each, of one number a warp, and the sum of all; WARPS notes from ``first`` on."""
+    set_note(first + warp, totals)
+    tl.debug_barrier()
+    before = gl.zeros_like(totals)
+    total = gl.to_tensor(0)
+    for other in gl.static_range(WARPS):
+        number = get_note(first + other)
+        before += gl.where(warp > other, number, 0)
+        total += number
+    return before, total
 
 
 @gluon.jit
@@ -37,16 +41,17 @@ def listed_ids(position, wins, table, TABLE_STRIDE: gl.constexpr):
 @gluon.jit
 def list_winners(
     held, codes, kept, position, tiles, number, column, threshold, before, out, table, lane_place,
-    TABLE_STRIDE: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, LAYOUT: gl.constexpr,
-    STAGED: gl.constexpr,
+    TABLE_STRIDE: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, CTAS: gl.constexpr,
+    LAYOUT: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """Write this slice's codes above the threshold, in ascending index, from ``before`` on: to shared memory if STAGED.
     Returns where they end."""
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, LAYOUT))
     totals = gl.sum(gl.zeros_like(position), 1)
     for tile in range(0, tiles):
         code = tile_codes(held, codes, position, tile, number, column, TILES, COLUMNS)
         totals += gl.sum((code > threshold).to(gl.int32), 1)
-    warp_before, total = before_warp(totals, WARPS, LAYOUT)
+    warp_before, total = before_warp(totals, warp, 128, WARPS)
     warp_before += before - 1
     for tile in range(0, tiles):
         code = tile_codes(held, codes, position, tile, number, column, TILES, COLUMNS)
@@ -58,7 +63,7 @@ def list_winners(
         if STAGED:
             set_count(gl.where(wins, rank, lane_place), ids)
         else:
-            gl.store(out + rank, ids, mask=wins)
+            keep(out + rank, ids, wins, CTAS)
         if TILES > 1:
             warp_before += gl.sum(wins.to(gl.int32), 1)
     return before + total
@@ -67,17 +72,19 @@ def list_winners(
 @gluon.jit
 def list_with_ties(
     held, codes, kept, position, tiles, number, column, threshold, ties, above_before, ties_before, out, table,
-    TABLE_STRIDE: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, LAYOUT: gl.constexpr,
+    TABLE_STRIDE: gl.constexpr, TILES: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr, CTAS: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``list_winners`` where the first ``ties`` codes at the threshold win, too."""
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, LAYOUT))
     above_number = gl.sum(gl.zeros_like(position), 1)
     tie_number = gl.sum(gl.zeros_like(position), 1)
     for tile in range(0, tiles):
         code = tile_codes(held, codes, position, tile, number, column, TILES, COLUMNS)
         above_number += gl.sum((code > threshold).to(gl.int32), 1)
         tie_number += gl.sum((code == threshold).to(gl.int32), 1)
-    warp_above, _ = before_warp(above_number, WARPS, LAYOUT)
-    warp_ties, _ = before_warp(tie_number, WARPS, LAYOUT)
+    warp_above, _ = before_warp(above_number, warp, 128, WARPS)
+    warp_ties, _ = before_warp(tie_number, warp, 128 + WARPS, WARPS)
     warp_above += above_before - 1
     warp_ties += ties_before
     for tile in range(0, tiles):
@@ -89,7 +96,7 @@ def list_with_ties(
         wins = (code > threshold) | ((code == threshold) & (tie_rank <= ties))
         places = tile_positions(kept, position, tile, number, column, TILES, COLUMNS)
         ids = listed_ids(places, wins, table, TABLE_STRIDE)
-        gl.store(out + (above_rank + gl.minimum(tie_rank, ties)), ids, mask=wins)
+        keep(out + (above_rank + gl.minimum(tie_rank, ties)), ids, wins, CTAS)
         warp_above += gl.sum(above, 1)
         warp_ties += gl.sum(equal, 1)
 
@@ -97,7 +104,7 @@ def list_with_ties(
 @gluon.jit
 def write_staged(out, end, K: gl.constexpr, WARPS: gl.constexpr):
     """The first K counters, up to ``end``, then -1."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    LAYOUT: gl.constexpr = everywhere([4], [32], [WARPS], 1)
     tl.debug_barrier()
     for start in gl.static_range(0, K, WARPS * 128):
         slot = start + gl.arange(0, WARPS * 128, layout=LAYOUT)
@@ -105,9 +112,9 @@ def write_staged(out, end, K: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def fill_rest(out, end, K: gl.constexpr, WARPS: gl.constexpr):
+def fill_rest(out, end, K: gl.constexpr, WARPS: gl.constexpr, CTAS: gl.constexpr):
     """-1 from ``end`` on."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    LAYOUT: gl.constexpr = everywhere([1], [32], [WARPS], CTAS)
     for start in range(0, K, WARPS * 32):
         slot = start + gl.arange(0, WARPS * 32, layout=LAYOUT)
-        gl.store(out + slot, gl.full([WARPS * 32], -1, gl.int32, layout=LAYOUT), mask=(slot >= end) & (slot < K))
+        keep(out + slot, gl.full([WARPS * 32], -1, gl.int32, layout=LAYOUT), (slot >= end) & (slot < K), CTAS)

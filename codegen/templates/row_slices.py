@@ -11,9 +11,10 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kimigraph.codegen.templates.row_histogram import add, clear_counts, counter_places, place_of_rank
+from kimigraph.codegen.templates.cluster import meet_cluster, put
+from kimigraph.codegen.templates.row_histogram import add, clear_counts, place_of_rank
 from kimigraph.codegen.templates.score_window import window_place, window_range
-from kimigraph.codegen.templates.shared_counts import count, get_counts
+from kimigraph.codegen.templates.shared_counts import count
 
 
 @gluon.jit
@@ -47,24 +48,41 @@ def tile_positions(kept, position, tile, number, column, TILES: gl.constexpr, CO
 
 
 @gluon.jit
+def keep(place, value, live, CTAS: gl.constexpr):
+    """Store for this program."""
+    if CTAS > 1:
+        put(place, value, live)
+    else:
+        gl.store(place, value, mask=live)
+
+
+@gluon.jit
+def clear_between(WARPS: gl.constexpr, CTAS: gl.constexpr):
+    """Clear the counters once nobody reads them any more; the next counts may follow."""
+    if CTAS > 1:
+        meet_cluster()
+    else:
+        tl.debug_barrier()
+    clear_counts(WARPS, CTAS)
+    tl.debug_barrier()
+
+
+@gluon.jit
 def pack_slice(
     codes, kept, position, high, negative, positive, wanted, lane_place, T: gl.constexpr, TILES: gl.constexpr,
-    COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+    COLUMNS: gl.constexpr, WARPS: gl.constexpr, CTAS: gl.constexpr, SAMPLE: gl.constexpr,
 ):  # fmt: skip
     """Pack the codes that may win, and their positions, at the start of each warp's part; returns how many [WARPS, 1].
 
-    The ``wanted``-th largest of the first quarter of each part bounds the row's from below.
+    The ``wanted``-th largest of the first SAMPLE tiles of all parts bounds the row's from below.
     """
-    SAMPLE: gl.constexpr = (TILES + 3) // 4
     for tile in range(0, SAMPLE):
         code = load_codes(codes, position + tile * COLUMNS, high, True, T)
         count(gl.where(code != 0, window_place(code, negative, positive), lane_place))
-    tl.debug_barrier()
-    place, _, _ = place_of_rank(get_counts(counter_places(WARPS)), wanted, WARPS)
+    place, _, _ = place_of_rank(wanted, WARPS, CTAS)
     bound, _ = window_range(place, negative, positive)
     bound = gl.where(place >= 0, bound, 1)
-    tl.debug_barrier()
-    clear_counts(WARPS)
+    clear_between(WARPS, CTAS)
     number = gl.sum(gl.zeros_like(position), 1)
     begin = gl.min(position, 1)
     code = load_codes(codes, position, high, True, T)
@@ -74,8 +92,8 @@ def pack_slice(
         stays = here >= bound
         running = gl.associative_scan(stays.to(gl.int32), 1, add)
         target = gl.expand_dims(begin + number, 1) + running - 1
-        gl.store(codes + target, here.to(gl.int32, bitcast=True), mask=stays)
-        gl.store(kept + target, position + tile * COLUMNS, mask=stays)
+        keep(codes + target, here.to(gl.int32, bitcast=True), stays, CTAS)
+        keep(kept + target, position + tile * COLUMNS, stays, CTAS)
         number += gl.sum(stays.to(gl.int32), 1)
     tl.debug_barrier()
     return gl.expand_dims(number, 1)
@@ -95,12 +113,10 @@ def count_window(
 @gluon.jit
 def count_range(
     held, codes, position, tiles, number, column, begin, last, shift, lane_place, TILES: gl.constexpr,
-    COLUMNS: gl.constexpr, WARPS: gl.constexpr,
+    COLUMNS: gl.constexpr, WARPS: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
     """Count the slice's codes from ``begin`` to ``last``, in places of 2 ** shift codes."""
-    tl.debug_barrier()
-    clear_counts(WARPS)
-    tl.debug_barrier()
+    clear_between(WARPS, CTAS)
     for tile in range(0, tiles):
         code = tile_codes(held, codes, position, tile, number, column, TILES, COLUMNS)
         count(gl.where((code >= begin) & (code <= last), ((last - code) >> shift).to(gl.int32), lane_place))

@@ -1,9 +1,9 @@
 # pyright: basic
 # Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
-"""4096 counters and a short list in a program's shared memory, which the language has no atomics for.
+"""4096 counters, two short lists and notes in a program's shared memory, which the language has no atomics for.
 
 They are variables of the kernel function: ``declare_counts`` must come once, before all else, and be executed by every
-thread. A barrier between writing and reading is the caller's.
+thread. A barrier between writing and reading is the caller's, and one of the cluster before others' are read.
 """
 
 import triton
@@ -12,9 +12,13 @@ import triton.language as tl
 
 @triton.jit
 def declare_counts():
-    """Make the counters known, and the list: its length, then 128 words, then 128 more."""
+    """Make them known: counters, lists (each its length, then 128 words, then 128 more), notes."""
     tl.inline_asm_elementwise(
-        ".shared .align 16 .b32 program_counts[4128]; .shared .align 16 .b32 program_list[260]; // $0",
+        """
+        .shared .align 16 .b32 program_counts[4128];
+        .shared .align 16 .b32 program_list[520];
+        .shared .align 16 .b32 program_notes[192]; // $0
+        """,
         "=r",
         [],
         dtype=tl.int32,
@@ -124,10 +128,11 @@ def get_two_counts(place):
 
 
 @triton.jit
-def empty_list():
-    """Make the list empty."""
+def empty_lists():
+    """Make both lists empty."""
     tl.inline_asm_elementwise(
-        "{ .reg .b32 none; mov.u32 none, 0; st.shared.b32 [program_list], none; } // $0",
+        "{ .reg .b32 none; mov.u32 none, 0; st.shared.b32 [program_list], none; "
+        "st.shared.b32 [program_list+1040], none; } // $0",
         "=r",
         [],
         dtype=tl.int32,
@@ -137,8 +142,8 @@ def empty_list():
 
 
 @triton.jit
-def append(value, label, joins):
-    """Put each value that ``joins`` (not 0) into the list, with its label, in no particular order; 128 fit."""
+def append(value, label, joins, which):
+    """Put each value that ``joins`` (not 0) into a list, with its label, in no particular order; 128 fit."""
     tl.inline_asm_elementwise(
         """
         {
@@ -146,18 +151,19 @@ def append(value, label, joins):
         .reg .b32 place, start;
         setp.eq.s32 none, $3, 0;
         @none bra done;
-        atom.shared.add.u32 place, [program_list], 1;
+        mov.u32 start, program_list;
+        mad.lo.u32 start, $4, 1040, start;
+        atom.shared.add.u32 place, [start], 1;
         min.u32 place, place, 127;
         shl.b32 place, place, 2;
-        mov.u32 start, program_list;
         add.u32 place, place, start;
         st.shared.b32 [place+16], $1;
         st.shared.b32 [place+528], $2;
         done:
         } // $0
         """,
-        "=r,r,r,r",
-        [value, label, joins],
+        "=r,r,r,r,r",
+        [value, label, joins, which],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -165,15 +171,83 @@ def append(value, label, joins):
 
 
 @triton.jit
-def listed(place):
-    """The values of the list."""
+def listed(place, which):
+    """The values of a list."""
     return tl.inline_asm_elementwise(
         """
         {
         .reg .b32 address;
         mov.u32 address, program_list;
         mad.lo.u32 address, $1, 4, address;
+        mad.lo.u32 address, $2, 1040, address;
         ld.shared.b32 $0, [address+16];
+        }
+        """,
+        "=r,r,r",
+        [place, which],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def listed_labels(place, which):
+    """The labels of the values, 128 words behind them."""
+    return listed(place + 128, which)
+
+
+@triton.jit
+def listed_by(place, program):
+    """The values of the first list of other programs of the cluster."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 address;
+        mov.u32 address, program_list;
+        mad.lo.u32 address, $1, 4, address;
+        mapa.shared::cluster.u32 address, address, $2;
+        ld.shared::cluster.b32 $0, [address+16];
+        }
+        """,
+        "=r,r,r",
+        [place, program],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def set_note(place, number):
+    """Store to the note at each place."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 address;
+        mov.u32 address, program_notes;
+        mad.lo.u32 address, $1, 4, address;
+        st.shared.b32 [address], $2;
+        } // $0
+        """,
+        "=r,r,r",
+        [place, number],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def get_note(place):
+    """Load the note at each place."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 address;
+        mov.u32 address, program_notes;
+        mad.lo.u32 address, $1, 4, address;
+        ld.shared.b32 $0, [address];
         }
         """,
         "=r,r",
@@ -185,6 +259,42 @@ def listed(place):
 
 
 @triton.jit
-def listed_labels(place):
-    """The labels of the list's values, 128 words behind them."""
-    return listed(place + 128)
+def note_of(place, program):
+    """The notes of other programs of the cluster."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 address;
+        mov.u32 address, program_notes;
+        mad.lo.u32 address, $1, 4, address;
+        mapa.shared::cluster.u32 address, address, $2;
+        ld.shared::cluster.b32 $0, [address];
+        }
+        """,
+        "=r,r,r",
+        [place, program],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def count_of(place, program):
+    """The counters of other programs of the cluster."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 address;
+        mov.u32 address, program_counts;
+        mad.lo.u32 address, $1, 4, address;
+        mapa.shared::cluster.u32 address, address, $2;
+        ld.shared::cluster.b32 $0, [address];
+        }
+        """,
+        "=r,r,r",
+        [place, program],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -85,11 +85,11 @@ def convolve(
         tl.store(last_place, narrow(last, final_state, INTERPRET), mask=kept)
 
 
-def launch(x, weight, initial_state=None):
+def launch(x, weight, initial_state=None, *, memory=torch):
     """The operator's tensors in schema order -> (y [B, S, C], final_state [B, C, W - 1])."""
-    out = torch.empty(CONSTANTS["out"], dtype=x.dtype, device=x.device)
+    out = memory.empty(CONSTANTS["out"], dtype=x.dtype, device=x.device)
     state_type = x.dtype if initial_state is None else initial_state.dtype
-    final_state = torch.empty(CONSTANTS["final_state"], dtype=state_type, device=x.device)
+    final_state = memory.empty(CONSTANTS["final_state"], dtype=state_type, device=x.device)
     convolve[CONSTANTS["grid"]](
         x, weight, initial_state, out, final_state,
         **{**CONSTANTS["convolve"], "INTERPRET": INTERPRET}, **CONSTANTS["options"],

@@ -195,13 +195,13 @@ def merge_splits(
         tl.store(out_lse + target, natural, mask=head < H)
 
 
-def launch(q_latent, q_rope, latent, rope, rows, block_table=None, sink=None):
+def launch(q_latent, q_rope, latent, rope, rows, block_table=None, sink=None, *, memory=torch):
     """The operator's tensors in schema order -> (out [B, S, H, L], lse fp32 [B, S, H]).
 
     ``rows`` are indices, or the lengths of the visible prefixes (or None) where all visible rows are attended to.
     """
-    out = torch.empty(CONSTANTS["out"], dtype=q_latent.dtype, device=q_latent.device)
-    lse = torch.empty(CONSTANTS["lse"], dtype=torch.float32, device=q_latent.device)
+    out = memory.empty(CONSTANTS["out"], dtype=q_latent.dtype, device=q_latent.device)
+    lse = memory.empty(CONSTANTS["lse"], dtype=torch.float32, device=q_latent.device)
     attend, merge = CONSTANTS["attend_split"], CONSTANTS["merge_splits"]
     latent, rope, scales = cache_parts(latent, rope, CONSTANTS["columns"])
     indices, lengths = (rows, None) if CONSTANTS["listed"] else (None, rows)
@@ -212,8 +212,8 @@ def launch(q_latent, q_rope, latent, rope, rows, block_table=None, sink=None):
     if merge is None:
         attend_split[CONSTANTS["attend_grid"]](*operands, out, lse, **attend, **CONSTANTS["attend_options"])
         return out, lse
-    parts = torch.empty(CONSTANTS["parts"], dtype=torch.float32, device=q_latent.device)
-    part_lse = torch.empty(CONSTANTS["part_lse"], dtype=torch.float32, device=q_latent.device)
+    parts = memory.empty(CONSTANTS["parts"], dtype=torch.float32, device=q_latent.device)
+    part_lse = memory.empty(CONSTANTS["part_lse"], dtype=torch.float32, device=q_latent.device)
     attend_split[CONSTANTS["attend_grid"]](*operands, parts, part_lse, **attend, **CONSTANTS["attend_options"])
     merge = {**merge, "INTERPRET": INTERPRET}
     merge_splits[CONSTANTS["merge_grid"]](parts, part_lse, sink, out, lse, **merge, **CONSTANTS["merge_options"])

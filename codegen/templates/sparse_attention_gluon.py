@@ -313,15 +313,15 @@ def states(device):
     return {}
 
 
-def launch(q_latent, q_rope, latent, rope, rows, block_table=None, sink=None):
+def launch(q_latent, q_rope, latent, rope, rows, block_table=None, sink=None, *, memory=torch):
     """The operator's tensors in schema order -> (out [B, S, H, 512], lse fp32 [B, S, H]).
 
     ``rows`` are indices, or the lengths of the visible prefixes (or None) where all visible rows are attended to.
     """
     latent, rope, scales = cache_parts(latent, rope, CONSTANTS["columns"])
     fp32 = {"dtype": torch.float32, "device": q_latent.device}
-    out = torch.empty(CONSTANTS["out"], dtype=q_latent.dtype, device=q_latent.device)
-    lse, parts, part_lse = (torch.empty(CONSTANTS[name], **fp32) for name in ("lse", "parts", "part_lse"))
+    out = memory.empty(CONSTANTS["out"], dtype=q_latent.dtype, device=q_latent.device)
+    lse, parts, part_lse = (memory.empty(CONSTANTS[name], **fp32) for name in ("lse", "parts", "part_lse"))
     constants, grid = CONSTANTS["attend_with_warps"], CONSTANTS["grid"]
     indices, lengths = (rows, None) if CONSTANTS["listed"] else (None, rows)
     state = None

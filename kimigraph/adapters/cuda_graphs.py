@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -53,7 +54,8 @@ class CudaGraphs:
         self.turn = _turn(device.index)
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._made: list[weakref.ref[Any]] = []
 
     def capturing(self) -> bool:
         """Whether the caller captures a graph of its own on the current stream."""
@@ -71,7 +73,7 @@ class CudaGraphs:
         gc.disable()  # what a collection would destroy now may not be destroyed during a capture
         try:
             with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._live_pool(), capture_error_mode="thread_local")
                 try:
                     result = call()
                 except BaseException:
@@ -81,7 +83,15 @@ class CudaGraphs:
         finally:
             if collecting:
                 gc.enable()
+        self._made.append(weakref.ref(graph))
         return graph.replay, result
+
+    def _live_pool(self) -> Any:
+        """The pool of the graphs that there are, or a new one: torch takes no capture into a pool whose graphs went."""
+        self._made = [known for known in self._made if known() is not None]
+        if not self._made:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
     def _abandon(self, graph: Any) -> None:
         """End a capture that failed: torch leaves the pool open then, and random numbers as if the capture went on."""
@@ -89,7 +99,7 @@ class CudaGraphs:
             graph.capture_end()
         with suppress(Exception):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._made.clear()  # the next capture takes a new pool
         with suppress(Exception):
             mended: Any = torch.cuda.CUDAGraph()
             one = torch.ones(1, device=self._device)

@@ -150,7 +150,10 @@ def _model_class(config: Any) -> Any:
 
 
 def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters in ``dtype``, except those that the model says must stay in fp32."""
+    """Parameters in ``dtype``, except those that the model says must stay in fp32.
+
+    They have no values yet, so none are converted: a model larger than the memory is laid out without touching it.
+    """
     strict = [
         name for module in model.modules() for name in getattr(module, "_keep_in_fp32_modules_strict", None) or ()
     ]
@@ -158,7 +161,7 @@ def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
     persistent = set(model.state_dict())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in persistent and tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch.float32 if kept.search(name) else dtype)
+            tensor.data = torch.empty_like(tensor, dtype=torch.float32 if kept.search(name) else dtype)
 
 
 def new_cache(

@@ -1,8 +1,9 @@
-"""``kimigraph bench prolog``: products of the same rows, merged as the compiler merges them, against separate calls."""
+"""``kimigraph bench prolog``: products of the same rows, merged as the compiler merges them, against separate calls;
+and the input preparation of an indexer, split or merged, against the same kernels one after the other."""
 
 import importlib.util
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule
 
+from kimigraph.bench import indexer_prolog
 from kimigraph.bench.kda import machine
 from kimigraph.bench.protocol import relative_error, require_gpu, sets_for_cold_cache, time_in_graph
 from kimigraph.codegen.regions import BUILDERS
@@ -26,11 +28,12 @@ GROUPS: dict[str, tuple[int, tuple[int, ...], int]] = {
 """Depth, columns of the 16-bit weights, columns of the fp32 weight (0: none)."""
 
 BATCHES = (1, 2, 8, 64)
+PARTS = ("products", "indexer")
 TOLERANCE = 1e-2
 
 
-def run(say: Callable[[str], None]) -> dict[str, Any]:
-    """All groups and batches: the document for ``--json``.
+def run(say: Callable[[str], None], parts: Sequence[str] = PARTS) -> dict[str, Any]:
+    """All groups and batches of these parts: the document for ``--json``.
 
     Raises UsageError without a GPU and NumericsError when a merged result is wrong.
     """
@@ -38,10 +41,14 @@ def run(say: Callable[[str], None]) -> dict[str, Any]:
     torch.manual_seed(0)
     document: dict[str, Any] = {"machine": machine(), "prolog": []}
     rate = document["machine"]["copy_tb_per_s"]
-    for name, (depth, columns, wide) in GROUPS.items():
+    for name, (depth, columns, wide) in GROUPS.items() if "products" in parts else ():
         for batch in BATCHES:
             document["prolog"].append({"group": name, **point(batch, depth, columns, wide, rate)})
             say(line(document["prolog"][-1]))
+    document["indexer prolog"] = []
+    for batch in indexer_prolog.BATCHES if "indexer" in parts else ():
+        document["indexer prolog"].append(indexer_prolog.point(batch))
+        say(indexer_prolog.line(document["indexer prolog"][-1]))
     return document
 
 

@@ -1,13 +1,14 @@
 """What a module is, as JSON that is equal in every process: the model's part of the cache key.
 
-It holds names and shapes of tensors, classes with their plain attributes, and hashes of source files by module name. It
-holds no paths, times, addresses or values of weights.
+It holds names and shapes of tensors, classes with their plain attributes, hashes of source files by module name, and
+what those files' code finds around it. It holds no paths, times, addresses or values of weights.
 """
 
 import hashlib
 import inspect
 import json
 import sys
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
@@ -30,12 +31,14 @@ _TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
 def module_identity(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]] | None) -> dict[str, Any]:
     """The identity of ``module``; with ``call``, also of its arguments and of the values of its constants."""
     state = module.state_dict(keep_vars=True)
+    classes = {type(child) for child in module.modules()}
     identity: dict[str, Any] = {
         "tensors": {name: _tensor(tensor) for name, tensor in state.items()},
         "tied": _tied(state),
         "modules": _digest([_module(path, child) for path, child in module.named_modules()]),
-        "sources": source_hashes({type(child) for child in module.modules()}),
+        "sources": source_hashes(classes),
     }
+    identity["surroundings"] = _digest(surroundings(classes, identity["sources"]))
     if call is not None:
         identity["inputs"] = call_digest(*call)
         constants = {name: tensor for name, tensor in reachable_tensors(module).items() if name not in state}
@@ -93,6 +96,38 @@ def source_hashes(classes: set[type]) -> dict[str, str]:
         if any(name.partition(".")[0] == package for name in {kind.__module__ for kind in classes}):
             found[package] = _version(package)
     return dict(sorted(found.items()))
+
+
+def surroundings(classes: set[type], modules: Iterable[str]) -> dict[str, str]:
+    """Values that code finds around it and that may differ while its text does not.
+
+    Those are plain values and tensors that are globals of ``modules``, attributes of ``classes``, and defaults and
+    closures of the classes' functions. Torch, transformers and kimigraph have none that change.
+    """
+    found: dict[str, str] = {}
+    for name in modules:
+        if not _is_settled(name) and name in sys.modules:
+            found |= _values(name, vars(sys.modules[name]))
+    for kind in classes:
+        if not _is_settled(kind.__module__):
+            place = f"{kind.__module__}.{kind.__qualname__}"
+            found |= _values(place, vars(kind))
+            for name, function in inspect.getmembers(kind, inspect.isfunction):
+                inside = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
+                defaults = {"defaults": function.__defaults__, "keywords": function.__kwdefaults__}
+                found |= _values(f"{place}.{name}", {**inside, **defaults})
+    return found
+
+
+def _is_settled(module: str) -> bool:
+    return module.partition(".")[0] in (*_VERSIONED, "kimigraph")
+
+
+def _values(place: str, variables: Mapping[str, Any]) -> dict[str, str]:
+    plain = {name: value for name, value in variables.items() if not name.startswith("__")}
+    found = {f"{place}.{name}": repr(value) for name, value in plain.items() if _is_plain(value)}
+    tensors = {name: value for name, value in plain.items() if isinstance(value, Tensor) and not value.is_meta}
+    return found | {f"{place}.{name}": _bytes_digest(value) for name, value in tensors.items()}
 
 
 def _source(module: ModuleType) -> str | None:

@@ -10,15 +10,15 @@ from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
 from kimigraph.weights import weight_files
 
-MODEL_TYPES = ("kimi_k31", "kimi_linear", "deepseek_v32", "glm_moe_dsa", "glm5_next", "glm5_next_text")
+MODEL_TYPES = ("kimi_k3", "kimi_k31", "kimi_linear", "deepseek_v32", "glm_moe_dsa", "glm5_next", "glm5_next_text")
 """Model types of ``config.json`` that capture knows."""
 
 
 def load_source(source: str, config: CompileConfig, rows: bool = False) -> ModelSource:
     """Resolve SOURCE: a directory with ``config.json`` (and ``*.safetensors``), or ``package.module:function``.
 
-    ``rows`` asks for a step as generation takes it, ``step(input_ids [B, S], lengths [B], cache) -> logits``, over rows
-    of their own length that continue; only directories have one.
+    ``rows`` asks for a step as generation takes it, ``step(input_ids [B, S], lengths [B], cache) -> logits [B, 1, V]``
+    of the last token, over rows of their own length that continue; only directories have one.
 
     Builds nothing large: weights are made or read when the model is first needed. Raises UsageError, one paragraph that
     names the thing and the remedy, for a source that cannot be.
@@ -48,10 +48,10 @@ def _directory_source(directory: Path, config: CompileConfig, rows: bool) -> Mod
             "Another model can be given as package.module:function"
         )
     seed = _weight_seed(document, config, directory)
-    if kind == "kimi_k31":
+    if kind in ("kimi_k3", "kimi_k31"):
         from kimigraph.capture.kimi_source import kimi_source
 
-        return kimi_source(directory, document, config, seed)
+        return kimi_source(directory, document, config, seed, last_only=rows)
     from kimigraph.capture.transformers_source import transformers_source
 
     return transformers_source(directory, document, config, seed, rows=rows)

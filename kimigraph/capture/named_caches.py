@@ -1,14 +1,21 @@
-"""Descriptors of caches that go by the flat names, ``cache.<layer>.latent|rope|index_key``: read off their shapes."""
+"""Descriptors of caches: what the operators on them say, else by their flat names,
+``cache.<layer>.latent|rope|index_key``, and shapes."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from kimigraph.capture.hints import CaptureHints, InputHint
 from kimigraph.capture.signature import call_leaves, unique
 from kimigraph.capture.weights import dtype_name
+from kimigraph.ir import purity
 from kimigraph.ir.descriptors import Descriptor, IndexKeyDescriptor, LatentDescriptor
+from kimigraph.ir.operators import operator_of
+from kimigraph.ir.program import CapturedProgram
+from kimigraph.ir.schemas import bind
 
 _NAME = re.compile(r"(cache\.\d+)\.(latent|rope|index_key)")
 _SIZES = (3, 4)
@@ -34,3 +41,23 @@ def _descriptor(name: str, named: dict[str, torch.Tensor]) -> Descriptor | None:
     if latent is None or (rope is not None and rope.dtype != latent.dtype):
         return None
     return LatentDescriptor("contiguous", dtype, latent.shape[-1], 0 if rope is None else rope.shape[-1])
+
+
+def described_by_operators(program: CapturedProgram) -> None:
+    """Give the inputs that a model's own cache operators describe (``keys``, ``latent``, ``rope``) those descriptors.
+
+    What an operator says goes before what ``named_cache_hints`` read off a shape; pages look like sequences there.
+    """
+    said: dict[str, str] = {}
+    for node in program.graph_module.graph.nodes:
+        if operator_of(node) is None:
+            continue
+        operands = bind(node)
+        for name in ("keys", "latent", "rope"):
+            cache, text = operands.get(name), operands.get("descriptor")
+            if isinstance(cache, Node) and text:
+                said[purity.storage_root(cache).name] = str(text)
+    program.inputs = tuple(
+        replace(spec, kind="cache", descriptor=said[spec.name]) if spec.name in said else spec
+        for spec in program.inputs
+    )

@@ -1,5 +1,7 @@
 """Models of transformers as steps over rows that differ in length: ``forward(input_ids, lengths, cache) -> logits``.
 
+The logits are those of the last new token, [B, 1, vocabulary]: generation reads no others.
+
 transformers counts the tokens of its static caches once for a batch. Generation needs a count for each row: here the
 caches are plain tensors [B, T, .], written where each row's new tokens stand, and masks and positions follow from
 ``lengths``. Steps continue: a sequence without tokens has states of zero.
@@ -28,8 +30,9 @@ class RowsStep(nn.Module):
     """A causal language model of transformers over rows of their own length; see the module.
 
     ``forward(input_ids, lengths, cache)``: ``input_ids`` int64 [B, S], ``lengths`` int32 [B] (tokens before the step),
-    ``cache`` maps the names of ``row_tensors`` to tensors, updated in place. Returns logits [B, S, vocabulary]. A model
-    whose indexer pools its keys takes several tokens for a single row only.
+    ``cache`` maps the names of ``row_tensors`` to tensors, updated in place. Returns logits
+    [B, 1, vocabulary] of the last token. A model whose indexer pools its keys takes several tokens for a single row
+    only.
     """
 
     def __init__(self, model: nn.Module, tensors: tuple[CacheTensor, ...], layers: int, context: int) -> None:
@@ -54,8 +57,9 @@ class RowsStep(nn.Module):
         }
         given["attention_mask"] = _Masks(positions.visible, self.pooled)
         if hasattr(model.model, "language_model"):
-            return model.lm_head(model.model.language_model(**given).last_hidden_state)
-        return model(**given).logits
+            hidden = model.model.language_model(**given).last_hidden_state
+            return model.lm_head(hidden[:, -1:] if hidden.shape[1] > 1 else hidden)
+        return model(**given, logits_to_keep=1 if input_ids.shape[1] > 1 else 0).logits
 
 
 class _Masks(dict[str, Any]):

@@ -6,7 +6,19 @@ import typer
 
 from kimigraph import __version__
 from kimigraph.cli import bench as bench_command
-from kimigraph.cli import bisect, cache, doctor, dumps, explain, generate, measure_device, passes, quant_report, run
+from kimigraph.cli import (
+    bisect,
+    cache,
+    doctor,
+    dumps,
+    explain,
+    generate,
+    measure_device,
+    passes,
+    quant_report,
+    run,
+    timeline,
+)
 from kimigraph.cli import compile as compile_command
 
 HELP = """Compile language models with hybrid sparse attention to Triton programs.
@@ -38,6 +50,7 @@ def make_app() -> typer.Typer:
     generate.register(app)
     bench_command.register(app)
     explain.register(app)
+    timeline.register(app)
     bisect.register(app)
     doctor.register(app)
     measure_device.register(app)

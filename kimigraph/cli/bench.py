@@ -11,7 +11,7 @@ from kimigraph.cli.console import print_json, progress
 from kimigraph.cli.errors import reports_errors
 from kimigraph.ir.errors import UsageError
 
-SUBJECTS = ("attnres", "dsa", "kda", "li", "moe", "pointwise", "prolog", "quantize", "sfa")
+SUBJECTS = ("attnres", "dsa", "kda", "li", "li-mxfp8", "moe", "pointwise", "prolog", "quantize", "sfa")
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +25,8 @@ def _bench(
         typer.Argument(
             metavar="OP",
             help="What to time: attnres (attention residuals), dsa (indexer and attention), kda, li (indexer with "
-            "top-k), moe (routed experts), pointwise (generated kernels), prolog (merged products), quantize, sfa.",
+            "top-k), li-mxfp8 (the same over MXFP8 keys), moe (routed experts), pointwise (generated kernels), prolog "
+            "(merged products, and an indexer's prolog), quantize, sfa.",
         ),
     ],
     peers: Annotated[bool, typer.Option("--peers", help="Time public kernels that do the same work, too.")] = False,
@@ -52,6 +53,7 @@ def _bench(
         "attnres": _bench_residuals,
         "dsa": _bench_dsa,
         "kda": _bench_kda,
+        "li-mxfp8": _bench_group_indexer,
         "pointwise": _bench_pointwise,
         "moe": _bench_moe,
         "prolog": _bench_prolog,
@@ -106,6 +108,18 @@ def _bench_dsa(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable
         return pair.run(chosen or (PAIR_PEERS if peers else ()), say)
 
 
+def _bench_group_indexer(
+    subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]
+) -> dict[str, Any]:
+    if chosen:
+        raise UsageError(f"--only {chosen[0]}: bench {subject} has no parts")
+    del peers  # its peer is the indexer over keys of one scale each
+    from kimigraph.bench import group_indexer
+
+    with progress():
+        return group_indexer.run(say)
+
+
 def _bench_moe(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
     del subject
     from kimigraph.bench import moe
@@ -118,13 +132,14 @@ def _bench_moe(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable
 
 
 def _bench_prolog(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
-    if chosen:
-        raise UsageError(f"--only {chosen[0]}: bench {subject} has no parts")
-    del peers  # cuBLAS comes with torch
+    del subject, peers  # cuBLAS comes with torch
     from kimigraph.bench import prolog
 
+    for name in chosen:
+        if name not in prolog.PARTS:
+            raise UsageError(f"--only {name}: choose {', '.join(prolog.PARTS)}")
     with progress():
-        return prolog.run(say)
+        return prolog.run(say, chosen or prolog.PARTS)
 
 
 def _bench_pointwise(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:

@@ -31,21 +31,30 @@ def _explain(
 ) -> None:
     """Say why each rule matched or did not: what did, what did not, where, and what would make it match.
 
+    With --node also when that node runs in the planned schedule, what it waits for and why.
+
     \b
       kimigraph explain k31_tiny-decode-b2-t1-c256 --rule fuse-sparse-attention
       kimigraph explain dumps --node topk_2
     """
     with progress():
         from kimigraph.tools.explain import explain
+        from kimigraph.tools.waiting import waiting
 
         reports = explain(directory, node, rule)
+        schedule = waiting(directory, node) if node is not None and rule is None else None
     if as_json:
-        print_json({"directory": str(directory), "rules": [report.as_dict() for report in reports]})
+        rules = [report.as_dict() for report in reports]
+        told = {} if schedule is None else {"schedule": schedule.as_dict()}
+        print_json({"directory": str(directory), "rules": rules, **told})
         return
     if not reports:
         typer.echo(f"{node}: no rule came near this node" if node else "no rule ran")
     for report in reports:
         _print_rule(report, every_hit=node is not None)
+    if schedule is not None:
+        typer.echo(f"schedule: {node}" + (f" is a part of {schedule.node}" if schedule.node != node else ""))
+        print_columns(schedule.describe(), indent=2)
 
 
 def _print_rule(report: "RuleReport", every_hit: bool) -> None:

@@ -65,6 +65,15 @@ def _generate(
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the model's configuration."),
     ] = None,
+    cache_layout: Annotated[
+        Literal["model", "paged"], typer.Option(help="Rows of full length, or pages that sequences share.")
+    ] = "model",
+    pages: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Pages of 64 tokens. [default: for all sequences in full]")
+    ] = None,
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph", help="Replay the step of a new token as one CUDA graph.")
+    ] = False,
     cache: Annotated[Literal["use", "off", "readonly", "refresh"], typer.Option(help="The compile cache.")] = "use",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document when all is done.")] = False,
 ) -> None:
@@ -91,6 +100,9 @@ def _generate(
         random_weights=random_weights,
         overrides=parse_overrides(set_field or []),
         cache=cache,
+        cuda_graph=cuda_graph,
+        cache_layout=cache_layout,
+        pages=pages,
     )
     started = time.perf_counter()
     with progress() as notify:

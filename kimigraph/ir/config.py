@@ -25,6 +25,8 @@ class CompileConfig:
     ``streams`` is the largest number of streams that a program uses; ``force_streams`` forks wherever it is legal.
     ``max_shapes`` is how many programs a compiled model keeps in memory, and how many shapes one command may ask for.
     ``cuda_graph`` replays a step on tensors that came before as one CUDA graph; ``max_graphs`` of them are kept.
+    ``cache_layout`` is ``model`` (caches as the model has them) or ``paged``: pages of ``page_size`` tokens under one
+    block table, ``pages`` of them beside the scratch page (None: as many as ``batch`` full sequences have).
     A shape field that is None takes the default of ``kimigraph compile`` (decode: 1 token; prefill: tokens = context).
     """
 
@@ -47,6 +49,9 @@ class CompileConfig:
     streams: int = STREAMS
     force_streams: bool = False
     policy: str = "off"
+    cache_layout: Literal["model", "paged"] = "model"
+    page_size: int = 64
+    pages: int | None = None
     max_shapes: int = debug_only(MAX_SHAPES)
     cuda_graph: bool = debug_only(False)
     max_graphs: int = debug_only(MAX_GRAPHS)

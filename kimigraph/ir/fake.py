@@ -1,15 +1,15 @@
 """Shapes and dtypes of new nodes: run a node's target on the fake values of its arguments."""
 
 import logging
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Hashable, Iterable
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
 from kimigraph.ir.errors import CompileError
 
@@ -40,9 +40,10 @@ def infer(node: Node) -> Any:
 def compute(node: Node) -> Any:
     """The value of ``node`` from the values of its arguments; ``meta`` stays as it is, but for a region's nodes.
 
-    Works on call_function, call_method and call_module nodes (a region's nodes are inferred too), and on get_attr and
-    output. Raises CompileError naming the node, its target and its arguments' shapes when an argument has no value or
-    the target refuses the arguments.
+    Equal calls have one value between them: nobody writes to a fake tensor, and of sixty equal layers each would
+    otherwise ask the same again. Works on call_function, call_method and call_module nodes (a region's nodes are
+    inferred too), and on get_attr and output. Raises CompileError naming the node, its target and its arguments' shapes
+    when an argument has no value or the target refuses the arguments.
     """
     try:
         with _quiet():
@@ -64,19 +65,53 @@ def _run(node: Node) -> Any:
     args, kwargs = map_arg((node.args, node.kwargs), _value)
     if node.op == "output":
         return args[0]
-    mode = _mode_of(tree_leaves((args, kwargs))) or fake_mode(node.graph)
-    with mode, torch.no_grad():
-        if node.op == "call_function":
-            assert callable(node.target)
-            return node.target(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     if node.op == "call_module":
         return _run_region(_attribute(node), args)
+    mode = _mode_of(argument.meta["val"] for argument in node.all_input_nodes) or fake_mode(node.graph)
+    if node.op == "call_function":
+        assert callable(node.target)
+        # The values hold on to their mode, so what is known lies with it: a weak dictionary would never let them go.
+        known: dict[Any, Any] = vars(mode).setdefault("_kimigraph_values", {})
+        key = _call_key(node.target, args, kwargs)
+        if key is None or key not in known:
+            with mode, torch.no_grad():
+                value = node.target(*args, **kwargs)
+            if key is None:
+                return value
+            known[key] = value
+        return known[key]
+    with mode, torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     if node.op == "get_attr":
         value = _attribute(node)
         return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
     raise ValueError(f"a {node.op} has no value to infer")
+
+
+def _call_key(target: Any, args: Any, kwargs: Any) -> Hashable | None:
+    """What the value of a call follows from; None where that is more than what ``_facts`` tell."""
+    try:
+        key = target, _facts(args), _facts(kwargs)
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _facts(value: Any) -> Hashable:
+    """An argument by what a fake value can depend on: tensors by form, numbers by type too (1 is not 1.0 nor True)."""
+    if isinstance(value, FakeTensor):
+        sizes = (*value.shape, *value.stride(), value.storage_offset())
+        if all(type(size) is int for size in sizes):
+            return value.dtype, value.device, value.layout, value.dim(), sizes
+    elif isinstance(value, list | tuple):
+        return type(value), tuple(_facts(item) for item in cast("Iterable[Any]", value))
+    elif isinstance(value, dict):
+        return dict, tuple((name, _facts(item)) for name, item in cast("dict[str, Any]", value).items())
+    elif value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device | torch.layout):
+        return type(value), value.hex() if isinstance(value, float) else value
+    raise TypeError(f"{type(value).__name__} has no form that could be compared")
 
 
 def _run_region(child: Any, args: Any) -> Any:
@@ -117,9 +152,12 @@ def _quiet() -> Generator[None]:
 
 
 def _mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
-    for value in tree_leaves(list(values)):
+    for value in values:
         if isinstance(value, FakeTensor):
             return value.fake_mode
+        mode = _mode_of(cast("Iterable[Any]", value)) if isinstance(value, list | tuple) else None
+        if mode is not None:
+            return mode
     return None
 
 
@@ -132,7 +170,12 @@ def _failure(node: Node, error: Exception) -> str:
 def describe(value: Any) -> str:
     """A value in a few characters: ``float32[2, 3]`` for a tensor, ``(..., ...)`` for several, else its text."""
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(str(size) for size in value.shape)}]"
+        return f"{_name(value.dtype)}{list(value.shape)}"
     if isinstance(value, list | tuple):
         return f"({', '.join(describe(item) for item in value)})"
     return "without a value" if value is None else repr(value)
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -29,14 +29,11 @@ def launches_of(node: Node, kernel_launches: Mapping[str, int] | None = None) ->
         return (kernel_launches or {}).get(node.name, 1)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return 0
+    if node.meta.get("prepared"):
+        return 0
     if operator_of(node) is not None:
         return (kernel_launches or {}).get(node.name, 1)
-    if (
-        node.meta.get("prepared")
-        or is_view(node)
-        or "_assert_tensor_metadata" in str(node.target)
-        or "sym_" in str(node.target)
-    ):
+    if is_view(node) or "_assert_tensor_metadata" in str(node.target) or "sym_" in str(node.target):
         return 0
     return 1
 

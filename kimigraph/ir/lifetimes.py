@@ -13,9 +13,14 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from kimigraph.ir.dependences import starts_work
+from kimigraph.ir.launch_memory import outside, scratch_of
+from kimigraph.ir.overlap import heaviest_set
 from kimigraph.ir.purity import mutated_arguments, storage_root
 from kimigraph.ir.schemas import is_plain_function
 from kimigraph.ir.stream_order import StreamOrder
+
+SWEEP = 16
+"""After so many tensors, those that are done for good are set aside."""
 
 EXTENDED = 16
 """With several streams, so many of the largest sets in use are looked at for what may run beside."""
@@ -25,9 +30,10 @@ EXTENDED = 16
 class NewTensor:
     """A tensor that a step makes for itself.
 
-    ``maker`` is the call that makes it and ``index`` its place among several results (None: the only one). ``names``
-    are the nodes that stand for it, ``uses`` the work that touches its bytes, ``maker`` first. ``nbytes`` is the reach
-    of its elements. ``kept`` says why it cannot lie in memory that the step uses again, empty where it can.
+    ``maker`` is the call that makes it and ``index`` its place among several results (None: the only one; below 0:
+    scratch of the call). ``names`` are the nodes that stand for it, ``uses`` the work that touches its bytes, ``maker``
+    first. ``nbytes`` is the reach of its elements. ``kept`` says why it cannot lie in memory that the step uses again,
+    empty where it can.
     """
 
     maker: Node
@@ -41,16 +47,19 @@ class NewTensor:
     @property
     def name(self) -> str:
         """For people: the node, or the call and the number of the result."""
-        return self.maker.name if self.index is None else f"{self.maker.name}[{self.index}]"
+        if self.index is None:
+            return self.maker.name
+        return f"{self.maker.name}[{self.index}]" if self.index >= 0 else f"{self.maker.name} scratch {~self.index}"
 
 
 def new_tensors(graph: Graph) -> list[NewTensor]:
-    """All new tensors of a step, in the order of their makers."""
+    """All new tensors of a step, and the scratch of its calls, in the order of their makers."""
     roots = _Roots(graph)
     found: dict[tuple[Node, int | None], NewTensor] = {}
     for node in graph.nodes:
         if starts_work(node):
             found |= {(node, index): tensor for index, tensor in _made_by(node, roots)}
+            found |= {(node, tensor.index): tensor for tensor in _scratch(node)}
         elif node.target is operator.getitem and (key := _item(node)) in found:
             if roots.of(node) is node:
                 found[key].names.append(node)
@@ -68,26 +77,43 @@ def new_tensors(graph: Graph) -> list[NewTensor]:
                 by_root[root].kept = reason
             elif node not in by_root[root].uses:
                 by_root[root].uses.append(node)
+    for tensor in found.values():
+        if tensor.index is None or tensor.index >= 0:
+            tensor.kept = tensor.kept or outside(tensor.maker, tensor.index or 0)
     return list(found.values())
 
 
 class Lifetimes:
-    """When the new tensors of a graph are in use, under the order of its streams."""
+    """When the new tensors of a graph are in use, under the order of its streams.
+
+    ``conflicts`` has for each tensor, by number, those that may not share bytes with it: two may when all use of one
+    has ended before the other is made.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.tensors = [tensor for tensor in new_tensors(graph) if not tensor.kept]
         self.order = StreamOrder(graph)
         self._in_use = [self._mask(tensor) for tensor in self.tensors]
-        self._span = [self._positions(tensor) for tensor in self.tensors]
-        self._several = self.order.streams > 1
+        self.conflicts = self._conflicts()
 
-    def may_share(self, first: int, second: int) -> bool:
-        """Whether all use of one of two tensors (by number) has ended when the other is made."""
-        if self._span[first][1] < self._span[second][0]:
-            return not self._several or self._ended(first, second)
-        if self._span[second][1] < self._span[first][0]:
-            return not self._several or self._ended(second, first)
-        return False
+    def _conflicts(self) -> list[list[int]]:
+        """Tensors come in the order of their makers, so one is held against those before it that are not done for good.
+
+        That is when all streams that go on have come behind their ends.
+        """
+        found: list[list[int]] = [[] for _ in self.tensors]
+        active: list[int] = []
+        for number, tensor in enumerate(self.tensors):
+            open_ = ~self.order.before(tensor.maker)
+            for other in active:
+                if self._in_use[other] & open_:
+                    found[number].append(other)
+                    found[other].append(number)
+            if number % SWEEP == 0:
+                done = self.order.done_everywhere(tensor.maker)
+                active = [other for other in active if self._in_use[other] & ~done]
+            active.append(number)
+        return found
 
     def lower_bound(self, sizes: list[int]) -> int:
         """No plan has a smaller peak: the largest sum found of sizes of tensors of which no two may share bytes.
@@ -105,36 +131,21 @@ class Lifetimes:
         def total(numbers: list[int]) -> int:
             return sum(sizes[number] for number in numbers)
 
+        if self.order.streams == 1:
+            return max(map(total, in_use), default=0)
         in_use.sort(key=total, reverse=True)
-        if self._several:
-            in_use = [self._with_others(group, sizes) for group in in_use[:EXTENDED]]
-        return max(map(total, in_use), default=0)
-
-    def _with_others(self, group: list[int], sizes: list[int]) -> list[int]:
-        """``group`` and, large ones first, every tensor that may share bytes with none in it."""
-        found = list(group)
-        for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
-            if number not in found and not any(self.may_share(number, other) for other in found):
-                found.append(number)
-        return found
+        return heaviest_set(sizes, self.conflicts, in_use[:EXTENDED])
 
     def span(self, number: int) -> tuple[Node, Node]:
         """The first and the last node, in the order of the graph, that touch a tensor."""
-        first, last = self._span[number]
-        return self.order.work[first], self.order.work[last]
-
-    def _ended(self, first: int, second: int) -> bool:
-        return not self._in_use[first] & ~self.order.before(self.tensors[second].maker)
+        places = [self.order.position[node] for node in self.tensors[number].uses]
+        return self.order.work[min(places)], self.order.work[max(places)]
 
     def _mask(self, tensor: NewTensor) -> int:
         mask = 0
         for node in tensor.uses:
             mask |= self.order.bit(node)
         return mask
-
-    def _positions(self, tensor: NewTensor) -> tuple[int, int]:
-        places = [self.order.position[node] for node in tensor.uses]
-        return min(places), max(places)
 
 
 class _Roots:
@@ -163,6 +174,12 @@ def _made_by(node: Node, roots: _Roots) -> Iterator[tuple[int | None, NewTensor]
         for index, item in enumerate(value):
             if isinstance(item, torch.Tensor) and (nbytes := reach(item)):
                 yield index, NewTensor(node, index, item, nbytes, [], [node])
+
+
+def _scratch(node: Node) -> Iterator[NewTensor]:
+    for number, item in enumerate(scratch_of(node)):
+        value = torch.empty(item.nbytes, dtype=torch.uint8, device="meta")
+        yield NewTensor(node, ~number, value, item.nbytes, [], [node])
 
 
 def reach(value: torch.Tensor) -> int | None:

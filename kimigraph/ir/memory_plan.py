@@ -1,8 +1,9 @@
 """The memory plan of a graph as its nodes carry it, and as a map for people.
 
 ``meta["buffer"]`` of a node that makes one tensor, and of a ``getitem`` that takes one of several, is (offset, bytes)
-in the arena; ``meta["buffers"]`` of a call with several results has one for each, None for what lies elsewhere. A node
-without either makes nothing new, or something that lies outside.
+in the arena; ``meta["buffers"]`` of a call with several results has one for each, None for what lies elsewhere;
+``meta["scratch"]`` one for each piece of memory that a call needs while it runs. A node without any makes nothing new,
+or something that lies outside.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,9 @@ def set_place(tensor: NewTensor, offset: int) -> None:
     place = (offset, tensor.nbytes)
     for name in tensor.names:
         name.meta["buffer"] = place
-    if tensor.index is not None:
+    if tensor.index is not None and tensor.index < 0:
+        tensor.maker.meta["scratch"] = (*tensor.maker.meta.get("scratch", ()), place)
+    elif tensor.index is not None:
         count = len(tensor.maker.meta["val"])
         known: tuple[Place | None, ...] = tensor.maker.meta.get("buffers", (None,) * count)
         tensor.maker.meta["buffers"] = (*known[: tensor.index], place, *known[tensor.index + 1 :])
@@ -41,6 +44,7 @@ def clear_plan(graph: Graph) -> None:
     for node in graph.nodes:
         node.meta.pop("buffer", None)
         node.meta.pop("buffers", None)
+        node.meta.pop("scratch", None)
 
 
 def places(node: Node) -> tuple[Place | None, ...]:
@@ -50,10 +54,15 @@ def places(node: Node) -> tuple[Place | None, ...]:
     return (node.meta["buffer"],) if "buffer" in node.meta else ()
 
 
+def scratch_places(node: Node) -> tuple[Place, ...]:
+    """Where the scratch of a call lies, in the order in which it asks for it."""
+    return node.meta.get("scratch", ())
+
+
 def arena_bytes(graph: Graph) -> int:
     """Bytes of the arena: 0 where nothing is planned."""
-    ends = (offset + nbytes for node in graph.nodes for place in places(node) if place for offset, nbytes in [place])
-    return aligned(max(ends, default=0))
+    found = (place for node in graph.nodes for place in (*places(node), *scratch_places(node)) if place)
+    return aligned(max((offset + nbytes for offset, nbytes in found), default=0))
 
 
 @dataclass(frozen=True)
@@ -111,5 +120,7 @@ def _lines(rows: list[tuple[str, ...]], widths: list[int]) -> Iterator[str]:
 
 
 def _place_of(tensor: NewTensor) -> Place | None:
+    if tensor.index is not None and tensor.index < 0:
+        return scratch_places(tensor.maker)[~tensor.index] if scratch_places(tensor.maker) else None
     found = places(tensor.maker)
     return found[tensor.index or 0] if found else None

@@ -7,6 +7,7 @@ import base64
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.fake import describe
+from kimigraph.ir.known_lines import KnownLines
 from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.ir.provenance import module_class, module_path
 from kimigraph.ir.purity import mutated_arguments, region_module, storage_root
@@ -54,17 +56,20 @@ _MAIN = """if __name__ == "__main__":
     main(step, INPUTS, OUTPUTS, CONSTANTS)"""
 
 
-def print_program(program: CapturedProgram, title: str = "A captured program", note: str = "") -> str:
+def print_program(
+    program: CapturedProgram, title: str = "A captured program", note: str = "", known: KnownLines | None = None
+) -> str:
     """The program as a script: one line a node, a comment where the module changes, regions as functions.
 
-    ``title`` is the script's first line and ``note`` a paragraph below it. Raises CompileError naming the node that has
+    ``title`` is the script's first line and ``note`` a paragraph below it. Who prints a program more than once gives
+    ``known``, which keeps what did not change. Raises CompileError naming the node that has
     no spelling, or the constant whose value the program does not hold.
     """
     return "\n\n\n".join(
         [
             print_heading(title, *([textwrap.fill(note, _WIDTH)] if note else []), _USAGE) + "\n\n" + PRINTED_IMPORTS,
             print_tables(program),
-            print_functions(program, "step", "One step; caches change in place."),
+            print_functions(program, "step", "One step; caches change in place.", known),
             _MAIN + "\n",
         ]
     )
@@ -75,12 +80,13 @@ def print_heading(*paragraphs: str) -> str:
     return '"""' + "\n\n".join(paragraphs).replace("\\", "\\\\").replace('"""', "'''") + '\n"""'
 
 
-def print_functions(program: CapturedProgram, name: str, title: str) -> str:
+def print_functions(program: CapturedProgram, name: str, title: str, known: KnownLines | None = None) -> str:
     """The program as a function ``name`` with docstring ``title``, after one for each of its regions."""
+    known = known or KnownLines()
     children = _children(program.graph_module)
     reserved = _RESERVED | {region_function(node) for node, _ in children} | {name}
-    parts = [_function(region_function(node), child, reserved, _region_title(node)) for node, child in children]
-    return "\n\n\n".join([*parts, "@torch.no_grad()\n" + _function(name, program.graph_module, reserved, title)])
+    parts = [_function(region_function(node), child, reserved, _region_title(node), known) for node, child in children]
+    return "\n\n\n".join([*parts, "@torch.no_grad()\n" + _function(name, program.graph_module, reserved, title, known)])
 
 
 def print_tables(program: CapturedProgram, *others: CapturedProgram) -> str:
@@ -165,21 +171,26 @@ def _region_title(node: Node) -> str:
     return f"Region {node.target}{f', {kind}' if kind else ''}."
 
 
-def _function(name: str, graph_module: GraphModule, reserved: frozenset[str], title: str) -> str:
+def _function(
+    name: str, graph_module: GraphModule, reserved: frozenset[str], title: str, lines_known: KnownLines
+) -> str:
     graph = graph_module.graph
     names = variable_names(graph.nodes, reserved)
+    lines_known.begin(names)
     parameters = [names[node] for node in graph.nodes if node.op == "placeholder"]
     lines = [*_signature(name, parameters), f'    """{title}"""']
-    module = None
+    module, stack = None, None
     dying, known = _last_uses(graph), dict[Node, Node]()
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
-        if "nn_module_stack" in node.meta and module_path(node) != module:
+        before, stack = stack, node.meta.get("nn_module_stack", stack)
+        if stack != before and module_path(node) != module:
             module = module_path(node)
             kind = module_class(node)
             lines.append(f"    # {module or 'top'}{f' ({kind})' if kind else ''}")
-        lines.append("    " + _statement(node, names, dying.get(node, ()), known))
+        dead = dying.get(node, [])
+        lines.append(lines_known.line(node, dead, partial(_statement, node, names, dead, known)))
     return "\n".join(lines)
 
 
@@ -207,6 +218,10 @@ def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
 
 
 def _statement(node: Node, names: dict[Node, str], dying: Iterable[Node], known: dict[Node, Node]) -> str:
+    return "    " + _unindented(node, names, dying, known)
+
+
+def _unindented(node: Node, names: dict[Node, str], dying: Iterable[Node], known: dict[Node, Node]) -> str:
     def name_of(argument: Node) -> str:
         return names[argument]
 

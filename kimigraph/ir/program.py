@@ -9,6 +9,8 @@ from torch.fx import GraphModule, Node
 from kimigraph.ir.regions import copy_graph_module
 
 InputKind = Literal["weight", "buffer", "constant", "cache", "input"]
+BLOCK_TABLE = "block_table"
+"""The input of a step over pages that says where the pages of each sequence are: int32 [B, columns]."""
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,8 @@ def mutated_arguments(node: Node) -> list[Node]:
     if node.op != "call_function":
         return []
     if isinstance(node.target, OpOverload):
+        if not node.target._schema.is_mutable:
+            return []
         written = schemas.written_arguments(node.target)
         return [found for name in written for found in schemas.nodes_in(schemas.argument(node, name))]
     if schemas.writes_first_argument(node.target):
@@ -109,6 +111,17 @@ def mutation_between(graph: Graph, root: Node, first: Node, last: Node) -> Node 
             raise ValueError(f"node {first.name} does not stand before {last.name} in the graph")
         if found is None and any(storage_root(written, known) is storage for written in mutated_arguments(node)):
             found = node
+        node = node.next
+    return found
+
+
+def written_between(first: Node, last: Node) -> set[Node]:
+    """The storages that nodes strictly between ``first`` and ``last`` write, by ``storage_root``."""
+    known: dict[Node, Node] = {}
+    found: set[Node] = set()
+    node = first.next
+    while node is not last:
+        found |= {storage_root(written, known) for written in mutated_arguments(node)}
         node = node.next
     return found
 
@@ -164,7 +177,8 @@ def _region_alias(node: Node, result: int) -> Node | None:
     if child is None:
         return None
     output = next(iter(reversed(child.graph.nodes))).args[0]
-    value = output[result] if isinstance(output, list | tuple) else output
+    outputs = output if isinstance(output, list | tuple) else (output,) * (result + 1)
+    value = outputs[result] if result < len(outputs) else None  # one that writes and nothing else returns ()
     root = storage_root(value) if isinstance(value, Node) else None
     return _outer_argument(node, child, root) if root is not None and root.op == "placeholder" else None
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from kimigraph.ir.branches import common_branch
 from kimigraph.ir.deferred import DeferredGraphModule
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.purity import mutated_arguments, region_module, storage_root
@@ -37,6 +38,9 @@ def extract_region(graph_module: GraphModule, nodes: Collection[Node], name: str
         call = graph.call_module(name, tuple(inputs))
     call.meta = {key: inside[-1].meta[key] for key in ("nn_module_stack", "stack_trace") if key in inside[-1].meta}
     call.meta["region"] = kind
+    branch = common_branch(inside)
+    if branch:
+        call.meta["branch"] = branch
     call.meta["replaces"] = tuple(node.name for node in inside)
     _connect(graph, call, outputs, members)
     for node in reversed(inside):

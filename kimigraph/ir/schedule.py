@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
+from kimigraph.ir.branches import branch_of
 from kimigraph.ir.cost import work_of
 from kimigraph.ir.dependences import starts_work, work_dependences
 from kimigraph.ir.device import Device
@@ -39,9 +40,10 @@ def buffers_of(node: Node) -> tuple[tuple[int, int] | None, ...]:
 
 
 def describe_schedule(node: Node) -> list[str]:
-    """For the comment of a printed node: its stream if not the caller's, what it waits for, its place in the arena."""
+    """For the comment of a printed node: branch, stream if not the caller's, what it waits for, place in the arena."""
     place = buffer_of(node)
-    facts = [f"stream {stream_of(node)}"] if stream_of(node) else []
+    facts = [f"branch {branch_of(node)}"] if branch_of(node) else []
+    facts += [f"stream {stream_of(node)}"] if stream_of(node) else []
     facts += [f"waits for {', '.join(waits_of(node))}"] if waits_of(node) else []
     return facts + ([] if place is None else [f"bytes {place[0]} to {sum(place)} of the arena"])
 

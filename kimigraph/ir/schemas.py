@@ -36,20 +36,28 @@ def argument(node: Node, name: str) -> Any:
     ``node`` must call an operator with a schema that has such an argument; KeyError otherwise.
     """
     target = node.target
-    if isinstance(target, OpOverload):
-        for position, declared in enumerate(target._schema.arguments):
-            if declared.name == name:
-                if position < len(node.args):
-                    return node.args[position]
-                return node.kwargs.get(name, declared.default_value if declared.has_default_value() else None)
-    raise KeyError(f"node {node.name}: {target} has no argument {name!r}")
+    declared = _declared(target).get(name) if isinstance(target, OpOverload) else None
+    if declared is None:
+        raise KeyError(f"node {node.name}: {target} has no argument {name!r}")
+    position, default = declared
+    args = node.args
+    return args[position] if position < len(args) else node.kwargs.get(name, default)
 
 
 def bind(node: Node) -> dict[str, Any]:
     """All arguments of the call by name, in schema order, defaults filled in; KeyError without a schema."""
     if not isinstance(node.target, OpOverload):
         raise KeyError(f"node {node.name}: {node.target} has no schema")
-    return {declared.name: argument(node, declared.name) for declared in node.target._schema.arguments}
+    return {name: argument(node, name) for name in _declared(node.target)}
+
+
+@cache
+def _declared(target: OpOverload) -> dict[str, tuple[int, Any]]:
+    """Position and default of each argument."""
+    return {
+        declared.name: (position, declared.default_value if declared.has_default_value() else None)
+        for position, declared in enumerate(target._schema.arguments)
+    }
 
 
 @cache

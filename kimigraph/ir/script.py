@@ -10,7 +10,7 @@ import torch
 
 from kimigraph.ir.cache_formats import pack, unpack
 from kimigraph.ir.descriptors import parse_descriptor
-from kimigraph.ir.program import InputSpec
+from kimigraph.ir.program import BLOCK_TABLE, InputSpec
 from kimigraph.ir.seeded import checksum, seeded_tensor
 from kimigraph.ir.tensor_file import read_tensors
 
@@ -62,7 +62,11 @@ def make_inputs(
 
 
 def seeded_input(spec: InputSpec, seed: int) -> torch.Tensor:
-    """The seeded tensor of one input."""
+    """The seeded tensor of one input. Rows of a block table have pages of their own, as far as there are pages."""
+    if spec.source == BLOCK_TABLE and spec.value_range is not None:
+        first, beyond = spec.value_range
+        pages = torch.arange(torch.Size(spec.shape).numel()) % (beyond - first) + first
+        return pages.reshape(spec.shape).to(getattr(torch, spec.dtype))
     dtype = getattr(torch, spec.dtype)
     return seeded_tensor(spec.source, spec.shape, dtype, spec.kind, seed, spec.value_range)
 

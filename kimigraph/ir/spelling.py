@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable
+from functools import cache
 from keyword import iskeyword
 from typing import Any, cast
 
@@ -77,6 +78,7 @@ def _call(node: Node, name_of: NameOf) -> str:
     raise _NoSpelling(f"a {node.op} is not a call")
 
 
+@cache
 def _target(target: Any) -> str:
     if isinstance(target, OpOverload):
         text = "torch.ops"

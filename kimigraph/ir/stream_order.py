@@ -5,6 +5,7 @@ nodes of other streams whose end it waits for. Work of one stream runs in the or
 behind what the caller's did before the step and are joined at its end.
 """
 
+from bisect import bisect_left
 from functools import reduce
 from operator import or_
 
@@ -36,6 +37,10 @@ class StreamOrder:
             self._waits.append([self.position[other] for other in direct])
             last[stream_of(node)] = node
         self._after = self._reversed()
+        self._last = last
+        self._members: dict[int, list[int]] = {}
+        for node in self.work:
+            self._members.setdefault(stream_of(node), []).append(self.position[node])
 
     @property
     def streams(self) -> int:
@@ -57,6 +62,22 @@ class StreamOrder:
     def since(self, node: Node) -> int:
         """``node`` and what starts only when it has ended."""
         return self._after[self.position[node]] | self.bit(node)
+
+    def done_everywhere(self, node: Node) -> int:
+        """What has ended when ``node`` starts, or any that stands behind it in the order of the graph."""
+        place = self.position[node]
+        done = -1
+        for stream, last in self._last.items():
+            if self.position[last] >= place:
+                earlier = self._latest(stream, place)
+                done &= 0 if earlier is None else self.until(earlier)
+        return max(done, 0)
+
+    def _latest(self, stream: int, place: int) -> Node | None:
+        """The last node of a stream that stands before ``place``."""
+        members = self._members[stream]
+        number = bisect_left(members, place)
+        return self.work[members[number - 1]] if number else None
 
     def _reversed(self) -> list[int]:
         after = [0] * len(self.work)

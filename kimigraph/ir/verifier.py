@@ -166,7 +166,8 @@ def _check_value(node: Node) -> None:
 def _shapes(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
-    return tuple(_shapes(item) for item in value) if isinstance(value, list | tuple) else None
+    # A captured call without a result holds an empty tuple.
+    return tuple(_shapes(item) for item in value) if isinstance(value, list | tuple) and value else None
 
 
 def _check_descriptors(node: Node, specs: dict[str, InputSpec]) -> None:

@@ -1,4 +1,4 @@
-"""What a compilation leaves to read: ``report.json``, ``remarks.jsonl`` and ``report.html``."""
+"""What a compilation leaves to read: ``report.json``, ``remarks.jsonl``, ``schedule.json`` and ``report.html``."""
 
 import json
 from collections.abc import Generator
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kimigraph.ir.errors import KimigraphError
 from kimigraph.ir.report import CompileReport
+from kimigraph.ir.trace import FILE as SCHEDULE
 from kimigraph.passes.instruments.dump import MARKER, DumpDirectory
 from kimigraph.report import REPORT_NAME, render_report
 
@@ -15,7 +16,7 @@ REMARKS_NAME = "remarks.jsonl"
 
 
 def publish(report: CompileReport, artifact: Path, shown: Path | None, dumps: Path | None) -> None:
-    """Write the three files into ``artifact``, and the page into the user's dump directory as well.
+    """Write these files into ``artifact``, and the page into the user's dump directory as well.
 
     Args:
         report: complete, with the paths that the artifact will have once it is in its place.
@@ -27,6 +28,8 @@ def publish(report: CompileReport, artifact: Path, shown: Path | None, dumps: Pa
     lines = [json.dumps(remark) + "\n" for remark in report.remarks]
     (artifact / REMARKS_NAME).write_text("".join(lines), encoding="utf-8")
     (artifact / DOCUMENT_NAME).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if shown is not None and (shown / SCHEDULE).is_file():
+        (artifact / SCHEDULE).write_text((shown / SCHEDULE).read_text(encoding="utf-8"), encoding="utf-8")
     page = render_report(document, shown, artifact)
     (artifact / REPORT_NAME).write_text(page, encoding="utf-8")
     if dumps is not None:

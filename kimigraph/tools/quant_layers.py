@@ -11,6 +11,7 @@ from torch.fx import Interpreter, Node
 from kimigraph.ir import purity
 from kimigraph.ir.cache_formats import pack, rounded
 from kimigraph.ir.operators import operator_of
+from kimigraph.ir.operators.shapes import capacity
 from kimigraph.ir.policy import Policy
 from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.ir.provenance import module_path
@@ -148,7 +149,7 @@ class LayerProbe(Interpreter):
 
 def _visible(given: Mapping[str, Any], picks: torch.Tensor) -> torch.Tensor:
     """How many keys each query row sees, [B, S]."""
-    batch, tokens, total = *picks.shape[:2], given["keys"].shape[1]
+    batch, tokens, total = *picks.shape[:2], capacity(given["keys"], given["block_table"])
     if given["mask"] is not None:
         return given["mask"].expand(batch, tokens, total).sum(-1)
     if given["lengths"] is None:

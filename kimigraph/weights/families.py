@@ -102,6 +102,7 @@ GLM_TEXT = Layout(
 )
 
 _LAYOUTS = {
+    "kimi_k3": KIMI_K31,
     "kimi_k31": KIMI_K31,
     "kimi_linear": KIMI_LINEAR,
     "deepseek_v32": DEEPSEEK,

@@ -1,6 +1,6 @@
 """The decode step of Kimi Delta Attention as patterns, read under the axes of its state: b, h, k, v."""
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from kimigraph.passes.algebra.frames import Frame, require_layout, row_major
 from kimigraph.passes.algebra.match import Match
@@ -69,12 +69,12 @@ def delta_step(value: Node, layout: str) -> Match:
     return match
 
 
-def read_out(graph: Graph, match: Match) -> tuple[Node, Match]:
+def read_out(match: Match) -> tuple[Node, Match]:
     """The one read-out of the new state: its node [B, H, V] and the match extended by it."""
     new = match.base("new")
     best: Refused | None = None
-    for node in graph.nodes:
-        if packet(node) in ("sum", "matmul", "bmm") and node not in match.path and new < node and _near(node, new):
+    for node in sorted(_near(new)):
+        if packet(node) in ("sum", "matmul", "bmm") and node not in match.path:
             extended, trace = find(READ_OUT, node, _read_out_frame(node), match)
             if extended is not None:
                 return node, extended
@@ -84,11 +84,13 @@ def read_out(graph: Graph, match: Match) -> tuple[Node, Match]:
     raise best or Refused("the new state is not read out", new, len(match.path), match.path)
 
 
-def _near(node: Node, new: Node, depth: int = 6) -> bool:
-    """Whether ``new`` is a few steps below ``node``."""
-    if node is new:
-        return True
-    return depth > 0 and new < node and any(_near(source, new, depth - 1) for source in node.all_input_nodes)
+def _near(new: Node, depth: int = 6) -> set[Node]:
+    """What uses ``new``, at most a few steps away."""
+    found, edge = set[Node](), {new}
+    for _ in range(depth):
+        edge = {user for node in edge for user in node.users} - found
+        found |= edge
+    return found
 
 
 def _read_out_frame(node: Node) -> Frame:

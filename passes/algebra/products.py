@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from kimigraph.ir.branches import branch_of
 from kimigraph.ir.cost import Work, touched_bytes, work_of
 from kimigraph.ir.launches import VIEWS_IF_POSSIBLE, can_view, launches_of
 from kimigraph.ir.program import InputSpec
@@ -43,8 +44,9 @@ class Product:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Products with equal keys can be one: the same rows, types and form."""
-        return self.rows_of, self.rows, dtype(self.left), dtype(self.weight), self.bias is None
+        """Products with equal keys can be one: the same rows, types and form, no two branches that are kept apart."""
+        types = dtype(self.left), dtype(self.weight)
+        return self.rows_of, self.rows, *types, self.bias is None, branch_of(self.node)
 
 
 def products(nodes: Sequence[Node], specs: Mapping[str, InputSpec]) -> Iterator[Product]:

@@ -54,6 +54,15 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         r"added to the routed experts|the shared experts have",
         "nothing to change in the model: what follows the experts stays products of its own",
     ),
+    # What a large operator takes in
+    (
+        r"the gate's (logits are|product)",
+        "give the gate's logits as one product of at most 256 numbers a token, without bias, and use them nowhere else",
+    ),
+    (
+        r"what is added to the experts|reads the experts' choice",
+        "add a tensor of the shape and type of the experts' result to it, right behind them",
+    ),
     # Norms
     (
         r"the root does not scale what was squared",
@@ -220,6 +229,16 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         "use a depthwise convolution without bias over the cached columns and the new one, and keep its last column",
     ),
     (r"no static shape", "compile with fixed --batch, --tokens and --context, and no sizes that depend on data"),
+    # The input preparation of an indexer
+    (
+        r"nothing prepares it|no kernel of its own between the input|have no common input",
+        "nothing to change: what the layer hands the indexer as it is has no branch to run beside",
+    ),
+    (
+        r"two branches of the indexer's prolog wait for",
+        "compute query, index key and head weights by products of their own, without a product or write in common",
+    ),
+    (r"the prolog takes \S+ from outside", "compile with fixed --batch, --tokens and --context"),
     # Merging
     (rf"{_WORD} waits for {_WORD}", "do not write what both read in between, or let {0} go apart"),
     (r"needs memory of its own", "return or write a copy of it, if one launch less is worth a copy"),
@@ -235,7 +254,7 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         "let the step touch the cache in its update and its attention or indexer alone; kimigraph explain says why one "
         "of them is no operator",
     ),
-    (r"is paged, and pages are laid out", "choose the pages' format where they are made"),
+    (r"and .* takes it otherwise", "give all of its operators a block table, or none, as its descriptor says"),
     (r"is no entry of a dict", "hand the caches over in a dict: a call can then go without the rope part"),
     (
         r"are no multiple of the tile|are more than one group of|have no Hadamard rotation",

@@ -19,7 +19,7 @@ from kimigraph.ir.errors import UsageError
 from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.operators.registry import Cost
 from kimigraph.ir.provenance import source_line
-from kimigraph.ir.purity import mutation_between
+from kimigraph.ir.purity import storage_root, written_between
 from kimigraph.ir.remarks import Remark
 from kimigraph.passes.algebra.layout import contiguous, layout, peel
 from kimigraph.passes.algebra.nodes import shape
@@ -104,13 +104,14 @@ def _groups(graph: Graph) -> list[Group]:
             one = Residual.of(node)
             found.setdefault((one.blocks, node.kwargs["eps"], one.norm_weight is None), []).append(one)
     groups = [Group(tuple(residuals)) for residuals in found.values() if len(residuals) > 1]
-    return [group for group in groups if _readable(graph, group)]
+    return [group for group in groups if _readable(group)]
 
 
-def _readable(graph: Graph, group: Group) -> bool:
+def _readable(group: Group) -> bool:
     first, last = group.first.node, group.residuals[-1].node
     weights = [item for one in group.residuals for item in (one.query, one.norm_weight) if item is not None]
-    unwritten = all(mutation_between(graph, item, first, last) is None for item in (*group.first.blocks, *weights))
+    written = written_between(first, last)
+    unwritten = not any(storage_root(item) in written for item in (*group.first.blocks, *weights))
     return unwritten and all(item < first or _parameter(item) is not None for item in weights)
 
 

@@ -32,7 +32,7 @@ def call(
     place = graph.inserting_before(before) if before is not None else graph.inserting_after(after)
     with place:
         node = graph.create_node("call_function", target, args, dict(kwargs or {}), name=_name(target))
-    node.meta = {key: like.meta[key] for key in ORIGIN if key in like.meta}
+    node.meta = {key: like.meta[key] for key in (*ORIGIN, "branch") if key in like.meta}
     replaced = tuple(dict.fromkeys(item.name for item in replaces))
     if replaced:
         node.meta["replaces"] = replaced

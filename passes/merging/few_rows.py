@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
+from kimigraph.ir.branches import branch_of
 from kimigraph.ir.cost import Work, fused_work, serial_seconds, work_of
 from kimigraph.ir.dependences import Dependences
 from kimigraph.ir.device import Device
@@ -41,11 +42,11 @@ class RowGroup:
 
 def row_groups(nodes: Sequence[Node]) -> list[RowGroup]:
     """Products of the same few rows that start more than one kernel together, casts included; in graph order."""
-    found: dict[Node, list[RowProduct]] = {}
+    found: dict[tuple[Node, str], list[RowProduct]] = {}
     for node in nodes:
         product = row_product(node) if str(node.target) == _PRODUCT else None
         if product is not None:
-            found.setdefault(product.source, []).append(product)
+            found.setdefault((product.source, branch_of(node)), []).append(product)
     groups = [RowGroup(tuple(products), tuple(_casts(products))) for products in found.values()]
     return [group for group in groups if len(group.nodes) > 1]
 

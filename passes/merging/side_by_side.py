@@ -80,7 +80,7 @@ def plan_for(
 def merge_products(graph: Graph, plan: Plan) -> Node:
     """Put one product in the place of the first member, and slices of its result in the places of all."""
     nodes = [member.node for member in plan.members]
-    first = next(node for node in graph.nodes if node in nodes)
+    first = min(nodes)
     leader = next(member for member in plan.members if member.node is first)
     weight = _side_by_side(graph, [member.weight for member in plan.members], 0 if leader.rows else 1, first)
     biases = [member.bias for member in plan.members if member.bias is not None]

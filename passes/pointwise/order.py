@@ -100,7 +100,8 @@ class Order:
 
 
 def _dependences(graph: Graph) -> dict[Node, set[Node]]:
-    roots = {node: storage_root(node) for node in graph.nodes}
+    known: dict[Node, Node] = {}
+    roots = {node: storage_root(node, known) for node in graph.nodes}
     written = {node: [roots[target] for target in mutated_arguments(node)] for node in graph.nodes}
     changing = {root for found in written.values() for root in found}
     before: dict[Node, set[Node]] = {}

@@ -9,6 +9,7 @@ from kimigraph.ir import purity
 from kimigraph.ir.descriptors import QUANTISED, Descriptor, IndexKeyDescriptor, LatentDescriptor, parse_descriptor
 from kimigraph.ir.operators import operator_of
 from kimigraph.ir.program import CapturedProgram, InputSpec
+from kimigraph.ir.schemas import bind
 from kimigraph.passes.algebra.nodes import argument, described
 from kimigraph.passes.algebra.refusal import Refused
 
@@ -44,7 +45,7 @@ def described_caches(program: CapturedProgram) -> Iterator[tuple[Node, InputSpec
 def index_unit(program: CapturedProgram, cache: Node, spec: InputSpec, form: IndexKeyDescriptor) -> CacheUnit:
     """The unit of a cache of index keys. Refused where anything but its writers and indexers touches it."""
     writers, readers = _split(program.graph_module.graph, cache, spec, ("index_key_write",), ("lightning_indexer",))
-    _require_contiguous(form, spec, (*writers, *readers))
+    _require_layout(form, spec, (*writers, *readers))
     return CacheUnit(cache, spec, form, writers, readers)
 
 
@@ -52,7 +53,7 @@ def latent_unit(program: CapturedProgram, cache: Node, spec: InputSpec, form: La
     """The unit of a latent cache. Refused where anything but its writers and attentions touches one of its parts."""
     graph = program.graph_module.graph
     writers, readers = _split(graph, cache, spec, ("latent_write",), LATENT_READERS)
-    _require_contiguous(form, spec, (*writers, *readers))
+    _require_layout(form, spec, (*writers, *readers))
     parts = {
         purity.storage_root(part) if isinstance(part, Node) else None
         for part in (argument(node, "rope") for node in (*writers, *readers))
@@ -109,7 +110,9 @@ def _users(graph: Graph, cache: Node) -> list[Node]:
     return found
 
 
-def _require_contiguous(form: LatentDescriptor | IndexKeyDescriptor, spec: InputSpec, users: Sequence[Node]) -> None:
+def _require_layout(form: LatentDescriptor | IndexKeyDescriptor, spec: InputSpec, users: Sequence[Node]) -> None:
+    """Pages are quantised page by page and found as before: all who use them must take them for pages."""
     for node in users:
-        if form.layout != "contiguous" or argument(node, "block_table") is not None:
-            raise Refused(f"the cache {spec.source} is paged, and pages are laid out when they are made", node)
+        by_rows = "rows" in bind(node) and argument(node, "rows")
+        if (form.layout == "paged") != (by_rows or argument(node, "block_table") is not None):
+            raise Refused(f"the cache {spec.source} is {form.layout}, and {node.name} takes it otherwise", node)

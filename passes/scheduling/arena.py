@@ -9,6 +9,8 @@ import torch
 from torch.fx import Graph, Node
 
 from kimigraph.ir.dependences import starts_work
+from kimigraph.ir.launch_memory import scratch_of
+from kimigraph.ir.memory_plan import scratch_places
 from kimigraph.ir.purity import alias_source, mutated_arguments
 from kimigraph.ir.schedule import HappensBefore, buffer_of, buffers_of
 from kimigraph.passes.scheduling.races import Violation, missing_edge
@@ -17,7 +19,7 @@ _NO_ARENA = "--disable-pass plan-memory compiles without an arena"
 
 
 Unit = tuple[Node, int | None]
-"""A tensor of the arena: the node that writes it first, and which of several results it is."""
+"""A tensor of the arena: the node that writes it first, and which of several results it is; below 0: its scratch."""
 
 
 def memory_violations(graph: Graph, order: HappensBefore) -> Iterator[Violation]:
@@ -60,7 +62,8 @@ class _Uses:
         for node in graph.nodes:
             for number, place in enumerate(buffers_of(node)):
                 if place is not None:
-                    self._plan((node, number), place, node.meta["val"][number])
+                    self._plan((node, number), place, _extent(node.meta["val"][number]))
+            self._plan_scratch(node)
             self._owner[node] = self._find_owner(node)
         for node in graph.nodes:
             for touched in (node, *node.all_input_nodes) if starts_work(node) or node.op == "output" else ():
@@ -92,15 +95,21 @@ class _Uses:
         elif place is None:
             return None
         elif starts_work(unit[0]):
-            self._plan(unit, place, node.meta.get("val"))
+            self._plan(unit, place, _extent(node.meta.get("val")))
             return unit
         if place is not None and (owner is None or not _within(place, self.planned[owner])):
             lies = "is not computed by the step" if source is None else f"lies in the memory of {source.name}"
             self._fault(node, f"{node.name} {lies} and can have no buffer of its own")
         return owner
 
-    def _plan(self, unit: Unit, place: tuple[int, int], value: Any) -> None:
-        needed = _extent(value)
+    def _plan_scratch(self, node: Node) -> None:
+        found, asked = scratch_places(node), scratch_of(node)
+        if found and len(found) != len(asked):
+            self._fault(node, f"{node.name} asks for {len(asked)} pieces of scratch, and {len(found)} are planned")
+        for number, (place, item) in enumerate(zip(found, asked, strict=False)):
+            self._plan((node, ~number), place, item.nbytes)
+
+    def _plan(self, unit: Unit, place: tuple[int, int], needed: int) -> None:
         if place[0] < 0 or place[1] < needed:
             self._fault(unit[0], f"{_called(unit)} takes {needed} bytes, and the arena has {place[1]} at {place[0]}")
         self.planned[unit], self._last[unit] = place, {}
@@ -152,7 +161,10 @@ def _unit(node: Node) -> Unit:
 
 
 def _called(unit: Unit) -> str:
-    return unit[0].name if unit[1] is None else f"{unit[0].name}[{unit[1]}]"
+    name, number = unit[0].name, unit[1]
+    if number is None:
+        return name
+    return f"{name}[{number}]" if number >= 0 else f"{name} scratch {~number}"
 
 
 def _within(place: tuple[int, int], outer: tuple[int, int]) -> bool:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from kimigraph.ir.cost import work_of
-from kimigraph.ir.dependences import Dependence
+from kimigraph.ir.dependences import Dependence, is_one_at_a_time
 from kimigraph.ir.device import Device
+from kimigraph.ir.purity import has_effect
 
 FILLS_DEVICE = 2e-6
 """Seconds of moving or computing from which a kernel leaves no room beside it; measured (docs/schedule.md)."""
@@ -63,6 +64,26 @@ class Costs:
     durations: Mapping[Node, Duration]
     event_seconds: float
     pinned: frozenset[Node] = frozenset()
+
+
+def costs_of(nodes: Sequence[Node], device: Device) -> Costs:
+    """What the cost model says of the nodes of a segment: those that fill the device stay on the caller's stream."""
+    durations = {node: duration_of(node, device) for node in nodes}
+    large = frozenset(node for node in nodes if durations[node].fills_device)
+    return Costs(durations, device.event_seconds, bound_to_caller(nodes) | large)
+
+
+def bound_to_caller(nodes: Sequence[Node]) -> frozenset[Node]:
+    """The nodes that stay on the caller's stream: there they keep one order for nothing."""
+    return frozenset(node for node in nodes if has_effect(node) or is_one_at_a_time(node))
+
+
+def best_placement(
+    nodes: Sequence[Node], dependences: Mapping[Node, Sequence[Dependence]], costs: Costs, count: int
+) -> Placement:
+    """The fastest placement on up to ``count`` streams; among equals that with the fewest."""
+    tried = [place_on_streams(nodes, dependences, costs, number) for number in range(2, count + 1)]
+    return min(tried, key=lambda placement: placement.seconds)
 
 
 def on_one_stream(nodes: Sequence[Node], costs: Costs) -> float:

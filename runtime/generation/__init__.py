@@ -2,9 +2,10 @@
 
 from kimigraph.runtime.generation.bound_step import BoundStep
 from kimigraph.runtime.generation.engine import Engine, Programs, Step
+from kimigraph.runtime.generation.paged_slots import PagedSlots, Pool
 from kimigraph.runtime.generation.request import Completion, Event, Request
 from kimigraph.runtime.generation.sampling import Sampling
-from kimigraph.runtime.generation.slots import Row, SlotCaches
+from kimigraph.runtime.generation.slots import Row, SlotCaches, Slots
 from kimigraph.runtime.generation.text import TextStream
 
 __all__ = [
@@ -12,11 +13,14 @@ __all__ = [
     "Completion",
     "Engine",
     "Event",
+    "PagedSlots",
+    "Pool",
     "Programs",
     "Request",
     "Row",
     "Sampling",
     "SlotCaches",
+    "Slots",
     "Step",
     "TextStream",
 ]

@@ -38,10 +38,6 @@ class BoundStep:
 
     def __call__(self, ids: list[list[int]], lengths: list[int]) -> Tensor:
         """Write the tokens ``ids`` [B][S] behind ``lengths`` [B] cached ones; logits [B, V] of the last token."""
-        return self.logits(ids, lengths)[:, -1]
-
-    def logits(self, ids: list[list[int]], lengths: list[int]) -> Tensor:
-        """The same for every token: logits [B, S, V]."""
         self._ids.copy_(torch.tensor(ids))
         self._lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
-        return self._executor.run(self._arguments)[0]
+        return self._executor.run(self._arguments)[0][:, -1]

@@ -9,7 +9,7 @@ from torch import Tensor
 from kimigraph.ir.errors import UsageError
 from kimigraph.runtime.generation.request import Event, Request
 from kimigraph.runtime.generation.sampling import Draws, Sampling, choose
-from kimigraph.runtime.generation.slots import SlotCaches
+from kimigraph.runtime.generation.slots import Slots
 from kimigraph.runtime.sequence.errors import PoolExhaustedError
 
 Step = Callable[[list[list[int]], list[int]], Tensor]
@@ -25,7 +25,8 @@ class Programs(Protocol):
 
 
 class Engine:
-    """Continuous batching over slots.
+    """Continuous batching over slots, which may share a pool of pages: a sequence joins when all that it may need is
+    free, so that none is ever ended for want of room.
 
     ``step`` gives each running sequence its next token, in one program call over the smallest of ``batches`` rows that
     holds them all, and reads on in the prompt of one sequence: pieces of the sizes ``chunks`` (the largest that fit,
@@ -37,7 +38,7 @@ class Engine:
     def __init__(
         self,
         programs: Programs,
-        slots: SlotCaches,
+        slots: Slots,
         context: int,
         *,
         batches: Sequence[int] | None = None,
@@ -71,8 +72,8 @@ class Engine:
         """A new sequence; its number, by which events name it.
 
         ``place`` is its place among those of one call, which their draws depend on. ``stop_ids`` are the model's, for a
-        sampling that names none. UsageError for a prompt that is empty or larger than the caches; PoolExhaustedError
-        when ``max_waiting`` sequences wait already.
+        sampling that names none. UsageError for a prompt that is empty or larger than the caches, or that with its new
+        tokens can never have room; PoolExhaustedError when ``max_waiting`` sequences wait already.
         """
         if not prompt:
             raise UsageError("the prompt holds no token: give at least one, such as the model's first (bos) token")
@@ -80,6 +81,11 @@ class Engine:
             raise UsageError(
                 f"the prompt has {len(prompt)} tokens, the caches hold {self.context}: shorten it, or allow a larger "
                 "context"
+            )
+        if not self.slots.holds(self._room(len(prompt), sampling)):
+            raise UsageError(
+                f"{len(prompt)} tokens of a prompt and up to {sampling.max_new_tokens} new ones are more than all "
+                "pages hold: ask for fewer (max_new_tokens), or allow more pages"
             )
         if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
             raise PoolExhaustedError("waiting sequence", 1, 0, self._max_waiting, "max_waiting")
@@ -89,6 +95,28 @@ class Engine:
         self._waiting.append(Request(self._count, tuple(prompt), sampling, draws, frozenset(ends)))
         return self._count
 
+    def fork(self, number: int, sampling: Sampling | None = None, place: int = 0) -> int:
+        """A second sequence with the tokens of a running one so far; its number.
+
+        It goes on by ``sampling`` (None: as its original) with draws of its own, and counts ``max_new_tokens`` from the
+        prompt. Pages are shared until one of the two writes them. UsageError for a sequence that does not run (it
+        waits, is being read, or has ended), PoolExhaustedError without a free slot or pages; then nothing has changed.
+        """
+        slot = next((slot for slot, request in self._running.items() if request.number == number), None)
+        if slot is None:
+            raise UsageError(f"sequence {number} does not run: fork it after its first token and before its last")
+        origin = self._running[slot]
+        sampling = sampling or origin.sampling
+        if len(origin.tokens) >= sampling.max_new_tokens:
+            raise UsageError(f"sequence {number} has {len(origin.tokens)} tokens already: allow its fork more")
+        other = self.slots.fork(slot, self._room(len(origin.prompt), sampling))
+        ends = origin.stop_ids if sampling.stop_ids is None else frozenset(sampling.stop_ids)
+        self._count += 1
+        self._running[other] = Request(
+            self._count, origin.prompt, sampling, Draws(sampling.seed, place), ends, list(origin.tokens), origin.written
+        )
+        return self._count
+
     def abort(self, number: int) -> bool:
         """End a sequence now; False when it is over already. The next ``step`` tells its end."""
         found = next((request for request in self.requests if request.number == number), None)
@@ -96,6 +124,7 @@ class Engine:
             return False
         if found is self._reading:
             self._reading = None
+            self.slots.abandon()
         elif found in self._waiting:
             self._waiting.remove(found)
         else:
@@ -124,31 +153,45 @@ class Engine:
         running = dict(sorted(self._running.items()))
         for request in running.values():
             request.written += 1
+        self.slots.step(running)
         return self._take(logits[list(running)], list(running.values()))
 
     def _prefill(self) -> list[Event]:
         budget = self._budget
         events: list[Event] = []
         while budget > 0:
-            if self._reading is None:
-                if not self._waiting or not self.slots.free_slots:
-                    break
-                self._reading = self._waiting.popleft()
-                self.slots.clear_staging()
+            if self._reading is None and not self._begin():
+                break
             request = self._reading
+            assert request is not None
             size = self.pieces(request.pending)[0]
             step = self._programs.step(1, size, self.slots.staging)
             piece = list(request.prompt[request.written : request.written + size])
             logits = step([piece], [request.written])
             request.written += size
+            self.slots.read(size)
             self.read += size
             budget -= size
             if not request.pending:
-                slot = self.slots.allocate()
-                self.slots.seat(slot)
-                self._reading, self._running[slot] = None, request
+                self._reading, self._running[self.slots.seat()] = None, request
                 events += self._take(logits, [request])
         return events
+
+    def _begin(self) -> bool:
+        """Begin to read the first that waits; False where nobody does, or there is no room for it yet."""
+        if not self._waiting or not self.slots.free_slots:
+            return False
+        request = self._waiting[0]
+        try:
+            self.slots.begin(self._room(len(request.prompt), request.sampling))
+        except PoolExhaustedError:
+            return False
+        self._reading = self._waiting.popleft()
+        return True
+
+    def _room(self, prompt: int, sampling: Sampling) -> int:
+        """The tokens that a sequence may come to have in the caches; the last new one is never written."""
+        return min(self.context, prompt + sampling.max_new_tokens - 1)
 
     def pieces(self, tokens: int) -> list[int]:
         """The sizes in which that many tokens of a prompt are read, in order."""

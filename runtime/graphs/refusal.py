@@ -45,7 +45,7 @@ def statement(error: BaseException) -> str:
     Without one, words for the program as a whole.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if Path(frame.filename).name == "program.py" and frame.lineno is not None:
+        if Path(frame.filename).name == "program.py" and frame.name == "step" and frame.lineno is not None:
             first, text = _first_line(Path(frame.filename), frame.lineno)
             name, equals, call = text.partition(" = ")
             node = name if equals and name.isidentifier() else text.partition("#")[2].partition(":")[0].strip()

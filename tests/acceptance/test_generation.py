@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import kimigraph
@@ -16,11 +17,12 @@ from kimigraph.cli.app import make_app
 from kimigraph.generator import Generator
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
-from kimigraph.runtime.generation import Sampling
+from kimigraph.runtime.generation import PagedSlots, Sampling
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "k31_tiny"
 FOUND = {
+    "kimi_k3": {"raise-kda": 3, "fuse-sparse-attention": 1},
     "kimi_k31": {"raise-kda": 3, "fuse-lightning-indexer": 1, "fuse-sparse-attention": 1},
     "kimi_linear": {"raise-kda": 3},
     "deepseek_v32": {"fuse-lightning-indexer": 2, "fuse-sparse-attention": 2},
@@ -50,9 +52,9 @@ def test_every_model_type_with_a_head_is_measured() -> None:
     assert set(FOUND) == set(MODEL_TYPES) - {"glm5_next_text"}
 
 
-@pytest.mark.parametrize("family", ["kimi_linear", "glm_moe_dsa", "glm5_next"])
+@pytest.mark.parametrize("family", ["kimi_k3", "kimi_linear", "glm_moe_dsa", "glm5_next"])
 def test_generation_is_the_model_s_own(family: str) -> None:
-    (row,) = measured("--family", family, "--seeds", "1", "--steps", "8")
+    (row,) = measured("--family", family, "--size", "tiny", "--seeds", "1", "--steps", "8")
     check(row)
 
 
@@ -89,6 +91,92 @@ def test_a_sequence_alone_is_the_same_in_any_batch(generator: Generator) -> None
                 ]
             assert tuple(tokens) == together[place].tokens
     assert set(generator.programs.reports) == {(1, 1), (3, 1), (1, 8)}
+
+
+@pytest.fixture(scope="module")
+def paged(tmp_path_factory: pytest.TempPathFactory) -> Generating[Generator]:
+    """The same model over pages, too few for three sequences of full length; free ones are NaN."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KIMIGRAPH_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        layers = (("num_hidden_layers", "4"),)
+        config = CompileConfig(
+            target="cpu:reference", context=40, overrides=layers, cache_layout="paged", page_size=8, pages=9
+        )
+        made = kimigraph.Generator(EXAMPLE, config=config, max_batch=3, batches=(1, 3), chunks=(8,), debug=True)
+        made.prepare()
+        yield made
+
+
+def logits_of(generator: Generator, prompt: list[int]) -> list[torch.Tensor]:
+    """The logits of every step of a prompt that is read token by token in the staging place."""
+    slots, found = generator.engine.slots, list[torch.Tensor]()
+    slots.begin(len(prompt))
+    for place, token in enumerate(prompt):
+        found.append(generator.programs.step(1, 1, slots.staging)([[token]], [place]).clone())
+        slots.read(1)
+    slots.abandon()
+    return found
+
+
+def test_pages_and_forks_say_what_rows_say(generator: Generator, paged: Generator) -> None:
+    """A small pool, sequences that wait for pages, forks of running ones: the tokens are those over plain rows."""
+    sampling = Sampling(max_new_tokens=6, stop_ids=())
+    wanted = generator.generate(PROMPTS, sampling)
+    assert paged.generate(PROMPTS, sampling) == wanted
+    assert isinstance(paged.engine.slots, PagedSlots)
+    for each in (generator, paged):
+        number, made = each.submit(PROMPTS[1], sampling), dict[int, list[int]]()
+        forks: list[int] = []
+        while each.engine.busy:
+            for event in each.step():
+                made.setdefault(event.number, []).append(event.token or 0)
+            if len(made.get(number, [])) in (2, 4) and len(forks) < 2:
+                forks.append(each.fork(number))
+        assert tuple(made[number]) == wanted[1].tokens
+        assert all(tuple(made[fork]) == wanted[1].tokens[-len(made[fork]) :] for fork in forks) and len(forks) == 2
+    assert paged.engine.slots.cache.free_pages == 9
+
+
+@pytest.mark.parametrize("fixture", ["generator", "paged"])
+def test_neighbours_in_the_same_program_change_nothing(fixture: str, request: pytest.FixtureRequest) -> None:
+    """A row of a batch of three: beside padded rows, and beside sequences of other tokens. Rows of one expert are one
+    product in the references, so that sums may round otherwise."""
+    made: Generator = request.getfixturevalue(fixture)
+    slots, found = made.engine.slots, list[list[torch.Tensor]]()
+    for neighbours in ([], [PROMPTS[1], PROMPTS[2]]):
+        seats = []
+        for prompt in (PROMPTS[0][:1], *neighbours):
+            slots.begin(16)
+            made.programs.step(1, 1, slots.staging)([prompt[:1]], [0])
+            slots.read(1)
+            seats.append(slots.seat())
+        assert seats[0] == 0
+        step, logits = made.programs.step(3, 1, slots.first(3)), list[torch.Tensor]()
+        for place, token in enumerate(PROMPTS[2][:6], 1):
+            others = [[prompt[place]] for prompt in neighbours] or [[0], [0]]
+            lengths = [place] * 3 if neighbours else [place, 0, 0]
+            logits.append(step([[token], *others], lengths)[0].clone())
+            slots.step(seats)
+        for seat in seats:
+            slots.free(seat)
+        found.append(logits)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        assert one.argmax() == other.argmax()
+
+
+def test_pages_of_any_places_and_histories_give_the_same_bits(generator: Generator, paged: Generator) -> None:
+    prompt, slots = PROMPTS[2], paged.engine.slots
+    assert isinstance(slots, PagedSlots)
+    first = logits_of(paged, prompt)
+    for got, want in zip(first, logits_of(generator, prompt), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for history in PROMPTS:
+        paged.generate([history], Sampling(max_new_tokens=3, stop_ids=()))
+        kept = slots.cache.new_table()  # pages taken meanwhile move all others
+        slots.cache.reserve({kept: 8 * (len(history) % 3 + 1)})
+        assert all(torch.equal(got, want) for got, want in zip(logits_of(paged, prompt), first, strict=True))
+        slots.cache.free(kept)
 
 
 def test_a_stream_that_is_closed_ends_its_sequences(generator: Generator) -> None:

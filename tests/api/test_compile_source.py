@@ -160,7 +160,7 @@ BAD: dict[str, tuple[Callable[[Path], str], dict[str, Any], type[KimigraphError]
         _unknown_type,
         {},
         UsageError,
-        "'llama' is not known; known are kimi_k31, kimi_linear, deepseek_v32",
+        "'llama' is not known; known are kimi_k3, kimi_k31, kimi_linear, deepseek_v32",
     ),
     "control flow": (
         lambda p: _function(p, "return x if x.sum() > 0 else -x"),

@@ -6,7 +6,7 @@ import torch
 from kimigraph.capture import capture_module
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import NumericsError
-from kimigraph.selections import SelectionInterpreter, Selections, check_selections
+from kimigraph.selections import SelectionInterpreter, Selections, check_selections, score_errors
 
 NEG = float("-inf")
 SCORES = torch.tensor([[4.0, 3.0, 2.0, 1.99999, 0.0, NEG]])
@@ -80,3 +80,19 @@ def test_given_picks_of_nothing_are_nothing() -> None:
     (node,) = [node.name for node in program.graph_module.graph.nodes if node.target == torch.ops.aten.topk.default]
     values, indices = SelectionInterpreter(program, {node: torch.full((2, 4), -1)}).run(torch.empty(2, 0))
     assert values.shape == indices.shape == (2, 0)
+
+
+def test_what_sixteen_bits_may_move_is_measured_row_by_row() -> None:
+    """In the first row rounding moved a score by 0.2, in the second by nothing: only there the swap is an error."""
+    scores = torch.tensor([[3.0, 2.0, 1.9, -3e38], [3.0, 2.0, 1.9, 0.0]])
+    moved = scores.clone()
+    moved[0, 2] = 2.1
+    wide = Selections({"topk": torch.tensor([[0, 1], [0, 1]])}, {"topk": scores})
+    narrow = Selections({"topk": torch.tensor([[0, 2], [0, 1]])}, {"topk": moved})
+    slack = score_errors(narrow, wide)
+    torch.testing.assert_close(slack["topk"], torch.tensor([0.2, 0.0]))
+    assert check_selections(wide, {"topk": torch.tensor([[0, 2], [0, 1]])}, 1e-4, slack) == 2
+    with pytest.raises(NumericsError, match="row 1 picks other entries"):
+        check_selections(wide, {"topk": torch.tensor([[0, 1], [0, 2]])}, 1e-4, slack)
+    with pytest.raises(NumericsError, match="row 0"):
+        check_selections(wide, {"topk": torch.tensor([[1, 2], [0, 1]])}, 1e-4, slack)

@@ -33,12 +33,12 @@ PACKED_KEYS = str(IndexKeyDescriptor("paged", "float8_e4m3fn", 128, page_size=64
 PACKED_ROWS = str(LatentDescriptor("contiguous", "float8_e4m3fn", 512, 64, 0, 1, 128, "scales_rope", "power2"))
 
 
-def packed_indexer(batch, total=32768) -> KernelRequest:
-    """fp8 queries over pages of fp8 keys: what the one-launch form on Hopper is for."""
+def packed_indexer(batch, total=32768, tokens=1) -> KernelRequest:
+    """fp8 queries over pages of fp8 keys: what the forms on Hopper are for."""
     tensors = {
-        "q": tensor(batch, 1, 64, 128, dtype="float8_e4m3fn"),
+        "q": tensor(batch, tokens, 64, 128, dtype="float8_e4m3fn"),
         "keys": tensor(batch * total // 64, 64, 132, dtype="uint8"),
-        "weights": tensor(batch, 1, 64, dtype="float32"),
+        "weights": tensor(batch, tokens, 64, dtype="float32"),
         "lengths": tensor(batch, dtype="int32"),
         "mask": None,
         "block_table": tensor(batch, total // 64, dtype="int32"),
@@ -183,6 +183,8 @@ REQUESTS = {
     "indexer_split": packed_indexer(1, 131072),
     "indexer_split_b64": packed_indexer(64, 131072),
     "indexer_split_bf16": replace(indexer(), target="cuda:sm_90"),
+    "indexer_prompt_short": packed_indexer(1, 8192, tokens=8192),
+    "indexer_prompt": packed_indexer(1, 32768, tokens=8192),
     "attention_warps": packed_attention(1),
     "attention_warps_b64": packed_attention(64, 128),
     "attention_warps_bf16": replace(attention(batch=8, paged=True), target="cuda:sm_90"),
@@ -213,6 +215,7 @@ REQUESTS = {
     "experts_b1": experts(1),
     "experts_b8": experts(8),
     "experts_b64": experts(64, follows=False),
+    "experts_b1024": experts(1024, follows=False),
     "experts_prompt": experts(8192, follows=False),
 }
 
@@ -264,6 +267,7 @@ def instructions(built: tuple[Path, dict[str, KernelModule]], name: str, functio
 
 
 SPILLS = {  # bytes a thread
+    "indexer_prompt_short": 96,  # 32 codes a thread; sixteen warps are slower
     "attention_warps_b64": 48,
     "attention_warps_dense_fp8": 48,
     "residual_many_9": 40,  # two programs a multiprocessor are worth more
@@ -318,6 +322,14 @@ def test_four_programs_of_the_one_launch_indexer_fit_a_multiprocessor(built):
     assert "UTMALDG" in code and "QGMMA" in code
 
 
+@pytest.mark.parametrize("name", ["indexer_prompt_short", "indexer_prompt"])
+def test_a_prompt_is_scored_by_warp_groups_and_selected_from_at_two_programs_a_multiprocessor(built, name):
+    assert [launch.function for launch in built[1][name].launches] == ["score_prompt", "select_codes"]
+    assert "QGMMA" in instructions(built, name, "score_prompt")
+    taken = usage(built, name, "select_codes")
+    assert 2 * taken["num_warps"] * 32 * taken["registers"] <= 65536
+
+
 SPLIT_INDEXERS = [name for name in REQUESTS if name.startswith("indexer_split")]
 
 
@@ -338,7 +350,9 @@ def test_four_programs_that_score_fit_a_multiprocessor(built, name):
 def test_programs_that_select_count_in_shared_memory_and_run_at_once(built, name):
     launch = built[1][name].launches[1]
     taken = usage(built, name, "select_codes")
-    assert taken["launch_pdl"] and taken["launch_cooperative_grid"] == (launch.constants["CTAS"] > 1)
+    # A cluster, which runs at once by itself.
+    assert taken["launch_pdl"] and not taken["launch_cooperative_grid"]
+    assert taken["num_ctas"] == launch.constants["CTAS"]
     assert taken["num_warps"] * 32 * taken["registers"] <= 65536
     code = instructions(built, name, "select_codes")
     assert "ATOMS.POPC.INC" in code and "REDUX" in code
@@ -346,7 +360,7 @@ def test_programs_that_select_count_in_shared_memory_and_run_at_once(built, name
 
 def test_the_chosen_form_is_told(built):
     module = built[1]["indexer_split"]
-    assert module.route.startswith("two launches: 512 programs a row score, ") and module.route in module.text
+    assert module.route.startswith("two launches: 128 programs a row score, ") and module.route in module.text
 
 
 @pytest.mark.parametrize("name", [name for name in REQUESTS if name.startswith("attention_warps")])
@@ -407,12 +421,25 @@ def test_products_of_the_scan_overlap(built, name):
     assert 0 < len(waits) < sum("HGMMA" in line for line in lines) / 2
 
 
-@pytest.mark.parametrize("name", ["experts_b64", "experts_prompt"])
-def test_experts_of_many_tokens_use_warp_group_products(built, name):
-    for function in ("open_groups", "close_groups"):
+@pytest.mark.parametrize(
+    ("name", "functions"),
+    [
+        ("experts_b64", ("open_groups", "close_groups")),
+        ("experts_b1024", ("open_groups", "close_groups")),
+        ("experts_prompt", ("open_rows", "close_rows")),
+    ],
+)
+def test_experts_of_many_tokens_use_warp_group_products(built, name, functions):
+    for function in functions:
         text = instructions(built, name, function)
         assert "HGMMA" in text and "HMMA.16816" not in text
         assert usage(built, name, function)["shared_memory"] <= 227 * 1024
+
+
+def test_tiles_of_a_prompt_and_weights_of_one_token_come_by_descriptors(built):
+    for name, function in (("experts_b1", "stream_experts"), ("experts_prompt", "open_rows")):
+        assert "UTMALDG" in instructions(built, name, function)
+    assert usage(built, "experts_b1", "stream_experts")["launch_cooperative_grid"]
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)

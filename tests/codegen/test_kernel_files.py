@@ -50,7 +50,7 @@ def test_a_request_has_shapes_strides_and_defaults(toolbox):
     assert list(request.tensors) == ["q", "keys", "weights", "lengths", "mask", "block_table", "q_scales"]
     assert request.tensors["q"] == TensorSpec((2, 1, 4, 16), (64, 4, 1, 4), "bfloat16")
     assert request.tensors["lengths"] is None
-    assert request.attributes == {"k": 3, "scale": 0.5, "rows": False, "descriptor": ""}
+    assert request.attributes == {"k": 3, "scale": 0.5, "rows": False, "quantises_q": False, "descriptor": ""}
 
 
 def test_equal_layers_share_a_file(toolbox, artifact_directory):

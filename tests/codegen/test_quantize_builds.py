@@ -1,17 +1,17 @@
-"""What sm_90a's compiler makes of the quantisers and of the MXFP8 writer and indexer: no spills, wide loads."""
+"""What sm_90a's compiler makes of the quantisers and of the MXFP8 writers and indexers: no spills, wide loads."""
 
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
 from kimigraph.codegen import cross_compile_worker
 from kimigraph.codegen.host_half import host_half
 from kimigraph.codegen.kernel import KernelRequest, TensorSpec
-from kimigraph.codegen.specialize import BUILDERS
-from kimigraph.ir.descriptors import IndexKeyDescriptor
+from kimigraph.codegen.specialize import BUILDERS, lightning_indexer
+from kimigraph.ir.descriptors import IndexKeyDescriptor, LatentDescriptor
 from kimigraph.ir.env import compiler_environment
 from kimigraph.ir.errors import CompileError
 
@@ -29,17 +29,35 @@ def keys(rotation=None):
     return {"descriptor": str(IndexKeyDescriptor("paged", "float8_e4m3fn", 128, 64, "e8m0", 32, rotation))}
 
 
-def indexer(batch=8, total=32768):
+def indexer(batch=8, total=32768, tokens=1, heads=64, inside=False, paged=True, mask=False):
     tensors = {
-        "q": tensor(batch, 1, 64, 128, dtype="uint8"),
+        "q": tensor(batch, tokens, heads, 128, dtype="bfloat16" if inside else "uint8"),
         "keys": tensor(batch * total // 64, 64, 132, dtype="uint8"),
-        "weights": tensor(batch, 1, 64, dtype="float32"),
+        "weights": tensor(batch, tokens, heads, dtype="float32"),
         "lengths": tensor(batch, dtype="int32"),
-        "mask": None,
+        "mask": tensor(batch, tokens, total, dtype="bool") if mask else None,
         "block_table": tensor(batch, total // 64, dtype="int32"),
-        "q_scales": tensor(batch, 1, 64, 4, dtype="uint8"),
+        "q_scales": None if inside else tensor(batch, tokens, heads, 4, dtype="uint8"),
     }
-    return KernelRequest("lightning_indexer", tensors, {"k": 2048, "scale": 0.088, **keys()}, TARGET)
+    attributes = {"k": 2048, "scale": 0.088, "quantises_q": inside, **keys()}
+    if not paged:
+        tensors |= {"keys": tensor(batch, total, 132, dtype="uint8"), "block_table": None}
+        attributes["descriptor"] = str(IndexKeyDescriptor("contiguous", "float8_e4m3fn", 128, 0, "e8m0", 32))
+    return KernelRequest("lightning_indexer", tensors, attributes, TARGET)
+
+
+def latents():
+    form = LatentDescriptor("contiguous", "float8_e4m3fn", 512, 64, 0, 1, 128, "rope_scales", "amax")
+    names = ("latent", "rope", "values", "rope_values", "positions", "cos", "sin", "block_table", "norm_weight")
+    given = {
+        "latent": tensor(8, 4096, form.row, dtype="uint8"),
+        "values": tensor(8, 1, 512),
+        "rope_values": tensor(8, 1, 64),
+        "positions": tensor(8, 1, dtype="int64"),
+        "norm_weight": tensor(512),
+    }
+    attributes = {"rope_style": "none", "norm_eps": 1e-5, "descriptor": str(form)}
+    return KernelRequest("latent_write", {name: given.get(name) for name in names}, attributes, TARGET)
 
 
 def writer(rotation):
@@ -65,10 +83,23 @@ REQUESTS = {
     "mxfp8": quantiser("mxfp8_quantize", 8192, 7168, group=32, rounding="rceil", rotate=False),
     "fp8": quantiser("fp8_quantize", 8192, 7168, tile=128, scales="power2", rotate=False),
     "rotated": quantiser("mxfp8_quantize", 8, 1, 64, 128, group=32, rounding="rceil", rotate=True),
+    "plain_indexer": indexer(mask=True, inside=True),
     "indexer": indexer(),
+    "indexer_quantises": indexer(64, 8192, heads=128, inside=True, paged=False),
+    "indexer_prompt": indexer(1, 8192, tokens=512, inside=True),
+    "latents": latents(),
     "writer": writer(None),
     "writer_rotates": writer("hadamard"),
 }
+
+
+FORMS = {"indexer": "groups", "indexer_quantises": "groups", "indexer_prompt": "group slabs"}
+
+
+def module_of(name, request):
+    if name in FORMS:
+        return lightning_indexer.build(request, form=FORMS[name])
+    return BUILDERS[request.op](request)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +107,7 @@ def built(tmp_path_factory):
     directory = tmp_path_factory.mktemp("cubins")
     jobs = []
     for name, request in REQUESTS.items():
-        module = BUILDERS[request.op](request)
+        module = module_of(name, request)
         (directory / f"{name}.py").write_text(module.text, encoding="utf-8")
         for launch in module.launches:
             jobs.append({"source": f"{name}.py", "stem": f"{name}.{launch.function}", "arch": 90, **asdict(launch)})
@@ -91,10 +122,13 @@ def instructions(directory, stem):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+SPILLS = {"plain_indexer.score_keys": 192, "indexer_prompt.select_codes": 192}  # bytes a thread
+
+
 @pytest.mark.parametrize("name", REQUESTS)
-def test_nothing_is_spilled(built, name):
+def test_little_is_spilled(built, name):
     for path in built.glob(f"{name}.*.json"):
-        assert json.loads(path.read_text())["stack_bytes"] == 0, path.name
+        assert json.loads(path.read_text())["stack_bytes"] <= SPILLS.get(path.stem, 0), path.name
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8"])
@@ -103,14 +137,48 @@ def test_input_is_read_16_bytes_at_a_time(built, name):
     assert loads and all(".128" in line for line in loads)
 
 
-def test_the_mxfp8_indexer_multiplies_in_bf16(built):
-    code = instructions(built, "indexer.score_keys")
+def test_the_plain_mxfp8_indexer_multiplies_in_bf16(built):
+    code = instructions(built, "plain_indexer.score_keys")
     assert "HGMMA" in code and "HMMA" not in code
+
+
+@pytest.mark.parametrize("name", ["indexer", "indexer_quantises"])
+def test_the_mxfp8_indexer_feeds_products_from_registers(built, name):
+    """Keys come by bulk copies and never go back to shared memory; a stage is given back behind its products."""
+    code = instructions(built, f"{name}.score_group_rows")
+    assert "UTMALDG" in code and "HGMMA" in code and "QGMMA" not in code and "HMUL2.BF16" in code
+    loop = code[code.rindex("WARPGROUP.DEPBAR") :]
+    assert "SYNCS.ARRIVE" in loop and "HGMMA" not in loop
+    taken = json.loads((built / f"{name}.score_group_rows.json").read_text())
+    # Four warps multiply and one fetches; warps are allotted by fours.
+    programs = 4 if name == "indexer" else 2
+    assert programs * 8 * 32 * taken["registers"] <= 65536
+    assert programs * (taken["shared_memory"] + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        (indexer(), "groups"),
+        (indexer(inside=True), "groups"),
+        (indexer(2, tokens=4, paged=False), "groups"),
+        (indexer(1, tokens=64), "group slabs"),
+        (indexer(mask=True), ""),
+        (indexer(heads=24), ""),
+        (indexer(total=32800, paged=False), ""),
+        (replace(indexer(), target="cuda:sm_80"), ""),
+    ],
+)
+def test_which_form_of_the_mxfp8_indexer_wins(request_, name):
+    forms = {each: lightning_indexer.FORMS[each] for each in ("group slabs", "groups")}
+    assert next((each for each, form in forms.items() if form.serves(request_) and form.wins(request_)), "") == name
+    others = (form for each, form in lightning_indexer.FORMS.items() if each not in forms)
+    assert not any(form.serves(request_) for form in others)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_launches_need_no_triton(name):
-    text = host_half("kernel_0", BUILDERS[REQUESTS[name].op](REQUESTS[name]).text)
+    text = host_half("kernel_0", module_of(name, REQUESTS[name]).text)
     assert "def launch(" in text and "import triton" not in text
 
 

@@ -3,7 +3,6 @@ program, so that ranks, ties, packing and what programs tell one another are che
 
 import re
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,9 +104,17 @@ def store(pointer, value, mask=None):
     pointer.memory[written] = np.broadcast_to(value.array, offset.shape)[chosen].astype(np.int64).astype(np.int32)
 
 
-def language(program, arrivals_lock):
-    """Stand-ins for a program (``program.number``, ``program.warps``); its shared memory lives in here."""
-    counts, words = np.full(4128, -7, np.int32), np.full(260, -7, np.int32)
+class Cluster:
+    """The shared memories of the programs of a row, and where they meet."""
+
+    def __init__(self, programs):
+        self.counts, self.words, self.notes = (np.full((programs, n), -7, np.int32) for n in (4128, 520, 192))
+        self.barrier = threading.Barrier(programs, timeout=20)
+
+
+def language(program, cluster):
+    """Stand-ins for a program (``program.row``, ``program.part``, ``program.warps``) of a cluster."""
+    counts, words, notes = (memory[program.part] for memory in (cluster.counts, cluster.words, cluster.notes))
 
     def add_up(x, axis):
         return Value(np.sum(x.array, axis=axis, dtype=x.array.dtype))
@@ -116,33 +123,26 @@ def language(program, arrivals_lock):
         assert x.array.size >= 32 * program.warps  # else several threads hold, and do, the same
         return x.array
 
-    def append(value, label, joins):
+    def append(value, label, joins, which):
         joins = held_once(joins) != 0
         values, labels = (np.broadcast_to(x.array, joins.shape)[joins] for x in (value, label))
-        first = words[0]
+        first, start = words[260 * which], 260 * which
         assert first + len(values) <= 128
-        words[LIST + first : LIST + first + len(values)] = values[::-1]  # in no particular order
-        words[LABELS + first : LABELS + first + len(values)] = labels[::-1]
-        words[0] += len(values)
+        words[start + LIST + first : start + LIST + first + len(values)] = values[::-1]  # in no particular order
+        words[start + LABELS + first : start + LABELS + first + len(values)] = labels[::-1]
+        words[start] += len(values)
 
-    def atomic_add(pointer, value, mask, sem):
-        offset, chosen = pointer.places(mask)
-        with arrivals_lock:
-            np.add.at(pointer.memory, offset[chosen], value.array[chosen])
+    def empty_lists():
+        words[[0, 260]] = 0
 
-    def arrive_and_wait(arrivals, target):
-        offset, _ = arrivals.places(None)
-        with arrivals_lock:
-            arrivals.memory[offset] += 1
-        end = time.monotonic() + 20
-        while arrivals.memory[offset] < int(target):
-            assert time.monotonic() < end, "programs wait for one another forever"
-            time.sleep(1e-4)
+    def set_note(place, number):
+        places = place.array if isinstance(place, Value) else place
+        notes[places] = np.broadcast_to(number.array, np.shape(places))
 
     gl = SimpleNamespace(
         **{name: name for name in TYPES}, constexpr=object, BlockedLayout=lambda *_: None,
         SliceLayout=lambda *_: None, num_warps=lambda: program.warps, static_range=range,
-        program_id=lambda _: Value(np.int32(program.number)), load=load, store=store, atomic_add=atomic_add,
+        program_id=lambda _: Value(np.int32(program.row)), load=load, store=store,
         arange=lambda first, end, layout: Value(np.arange(first, end, dtype=np.int32)), where=where, sum=add_up,
         expand_dims=lambda x, axis: Value(np.expand_dims(x.array, axis)), convert_layout=lambda x, _: x,
         zeros_like=lambda x: Value(np.zeros_like(x.array)),
@@ -159,7 +159,12 @@ def language(program, arrivals_lock):
         "declare_counts": lambda: None,
         "let_next_launch_start": lambda: None,
         "wait_for_earlier_launch": lambda: None,
-        "arrive_and_wait": arrive_and_wait,
+        "everywhere": lambda *_: None,
+        "rank_in_cluster": lambda: Value(np.int32(program.part)),
+        "meet_cluster": cluster.barrier.wait,
+        "done_with_cluster": lambda: None,
+        "wait_for_cluster": cluster.barrier.wait,
+        "put": lambda place, value, live: store(place, value, live),
         "count": lambda place: np.add.at(counts, held_once(place), 1),
         "get_counts": lambda place: Value(counts[place.array]),
         "get_two_counts": lambda place: Value(counts[place.array]),
@@ -167,16 +172,21 @@ def language(program, arrivals_lock):
         "set_count": lambda place, number: counts.__setitem__(
             place.array, np.broadcast_to(number.array, place.array.shape)
         ),
-        "empty_list": lambda: words.__setitem__(0, 0),
+        "empty_lists": empty_lists,
         "append": append,
-        "listed": lambda place: Value(words[LIST + place.array]),
-        "listed_labels": lambda place: Value(words[LABELS + place.array]),
+        "listed": lambda place, which: Value(words[260 * which + LIST + place.array]),
+        "listed_labels": lambda place, which: Value(words[260 * which + LABELS + place.array]),
+        "listed_by": lambda place, program: Value(cluster.words[program.array, LIST + place.array]),
+        "set_note": set_note,
+        "get_note": lambda place: Value(notes[place]),
+        "note_of": lambda place, program: Value(cluster.notes[program.array, place.array]),
+        "count_of": lambda place, program: Value(cluster.counts[program.array, place.array]),
     }
 
 
-def selection(number, warps, lock):
+def selection(row, part, warps, cluster):
     """``select_codes`` for one program."""
-    names: dict[str, Any] = language(SimpleNamespace(number=number, warps=warps), lock)
+    names: dict[str, Any] = language(SimpleNamespace(row=row, part=part, warps=warps), cluster)
     texts = [(part, (TEMPLATES / f"{part}.py").read_text(encoding="utf-8")) for part in PARTS]
     scores = (TEMPLATES / "indexer_scores.py").read_text(encoding="utf-8")
     limit = re.search(r"^def row_limit\(.*?(?=^@)", scores, flags=re.DOTALL | re.MULTILINE)
@@ -193,26 +203,26 @@ def selection(number, warps, lock):
 
 
 def select(codes, peaks, lengths, table, k, warps, ctas, columns, tiles):
-    """All programs of all rows; memory that the launch finds holds rubbish, but for ``state``."""
+    """All programs of all rows; memory that the launch finds holds rubbish."""
     rows, total = codes.shape
     memory = codes.view(np.int32).flatten()
-    words = 32 + 2 * ctas + 4 * 4096
-    state, picked = np.zeros(rows * words, np.int32), np.full(rows * k, -99, np.int32)
-    candidates, kept = np.full(rows * 128 * ctas, 5, np.int32), np.full(rows * total, 5, np.int32)
+    picked, kept = np.full(rows * k, -99, np.int32), np.full(rows * total, 5, np.int32)
     pages = None if table is None else Pointer(table.flatten())
-    lock, failures = threading.Lock(), []
+    failures = []
 
-    def run(number):
-        buffers = (Pointer(x) for x in (state, candidates, kept, picked))
-        arguments = (Pointer(memory), Pointer(peaks.flatten()), Pointer(lengths), pages, *buffers)
-        constants = (1, total, k, 1, (total // 64, 1), peaks.shape[1], ctas, 8, columns, tiles, words)
+    def run(row, part, cluster):
+        arguments = (Pointer(memory), Pointer(peaks.flatten()), Pointer(lengths), pages, Pointer(kept), Pointer(picked))
+        sample = -(-tiles // 4)
+        constants = (1, total, k, 1, (total // 64, 1), peaks.shape[1], ctas, 8, columns, tiles, sample)
         try:
-            selection(number, warps, lock)(*arguments, *constants)
+            selection(row, part, warps, cluster)(*arguments, *constants)
         except BaseException as error:
             failures.append(error)
+            cluster.barrier.abort()
 
     for row in range(rows):
-        threads = [threading.Thread(target=run, args=(row * ctas + part,)) for part in range(ctas)]
+        cluster = Cluster(ctas)
+        threads = [threading.Thread(target=run, args=(row, part, cluster)) for part in range(ctas)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -55,3 +55,19 @@ def test_a_truncated_file_is_an_error(tmp_path, keep):
 def test_a_dtype_without_a_name_is_refused(tmp_path):
     with pytest.raises(ValueError, match="complex64"):
         write_tensors(tmp_path / "x", {"x": torch.ones(2, dtype=torch.complex64)})
+
+
+@pytest.mark.parametrize("kind", [name for name in dir(torch) if name.startswith("float8_")])
+def test_a_file_calls_each_float8_type_by_its_own_name_or_refuses_it(tmp_path, kind):
+    """G14: fnuz bytes under the tag of fn would be read at half their values."""
+    dtype, path = getattr(torch, kind), tmp_path / "float8"
+    bits = torch.tensor([0x00, 0x01, 0x38, 0x7E], dtype=torch.uint8)
+    known = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"}
+    if kind not in known:
+        with pytest.raises(ValueError, match=f"x: a safetensors file cannot hold torch.{kind}"):
+            write_tensors(path, {"x": bits.view(dtype)})
+        return
+    write_tensors(path, {"x": bits.view(dtype)})
+    assert f'"dtype":"{known[kind]}"' in path.read_bytes().decode("latin1")
+    [(_, found)] = read_tensors(path)
+    assert found.dtype is dtype and torch.equal(found.view(torch.uint8), bits)

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import kimigraph
+from kimigraph.bench.branches import WIDTH, branches
+from kimigraph.bench.delays import Delays
 from kimigraph.codegen import build_artifact
 from kimigraph.compiler import compile_source
 from kimigraph.ir.config import CompileConfig
@@ -92,7 +94,10 @@ def glm5_next(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("glm5_next")
     (folder / "config.json").write_text(json.dumps({**document, "random_weights": {"seed": 0}}))
     config = CompileConfig(target="cuda", batch=2, context=21, cache="off", report=False)
-    compile_source(str(folder), [config], folder / "program", lambda _: None)
+    try:
+        compile_source(str(folder), [config], folder / "program", lambda _: None)
+    except UsageError as error:  # releases before 5.24 know the model under another configuration
+        pytest.skip(str(error))
     return folder / "program"
 
 
@@ -141,6 +146,22 @@ def test_caches_may_be_replaced_between_replays(k31: Path) -> None:
         assert equal(call(replayed, ours, number), call(eager, theirs, number)), number
         assert all(torch.equal(ours[name], theirs[name]) for name in ours), number
     assert mode.captured >= 3 and any("other tensors than before" in remark for remark in mode.remarks)
+
+
+def test_a_capture_at_short_lengths_replays_long_ones_and_rows_without_tokens(k31: Path) -> None:
+    """Nothing that depends on lengths is decided at the capture: not what is read, nor which rows live."""
+    eager, (replayed, mode) = bound(k31), graphed(k31)
+    ours, theirs = caches_of(replayed), caches_of(eager)
+    for number, lengths in enumerate(([0, 0], [0, 0], [1, 0], [250, 3], [0, 254], [254, 254])):
+        tokens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+
+        def given(caches: dict[str, torch.Tensor], tokens: torch.Tensor = tokens, number: int = number) -> Any:
+            made = {s.source: seeded_input(s, 100 + number).cuda() for s in eager.caller_inputs if s.kind != "cache"}
+            return [(caches | made | {"lengths": tokens.clone()})[s.source] for s in eager.caller_inputs]
+
+        assert equal(replayed(*given(ours)), eager(*given(theirs))), lengths
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours), lengths
+    assert mode.captured == 1
 
 
 def test_an_artifact_replays_its_own_checksums(k31: Path) -> None:
@@ -267,87 +288,48 @@ def test_what_cannot_be_captured_is_refused_by_node_and_leaves_the_device_as_it_
     assert other.graphs is not None and other.graphs.captured == 1
 
 
-TOOLS = _module(ROOT / "tests" / "codegen" / "conftest.py")
-BRANCHES, WIDTH = 6, 512
-
-
-def branches(streams: int) -> Any:
-    """Chains over one input on several streams, each reading the chain beside it once, and a cache that they add to."""
-    aten = torch.ops.aten
-    inputs = [TOOLS.spec("x", (WIDTH, WIDTH)), TOOLS.spec("sums", (WIDTH,), "cache", mutated=True)]
-
-    def build(graph: Any, x: Any, sums: Any) -> list[Any]:
-        made: list[Any] = []
-
-        def node(target: Any, stream: int, *args: Any) -> Any:
-            new = graph.call_function(target, args)
-            new.meta["stream"] = stream
-            others = [used for used in new.all_input_nodes if used in made and used.meta["stream"] != stream]
-            new.meta["waits"] = tuple(used.name for used in others)
-            made.append(new)
-            return new
-
-        heads = [node(aten.mul.Tensor, chain % streams, x, 0.01 * (chain + 1)) for chain in range(BRANCHES)]
-        for _ in range(3):
-            tails = [node(aten.mm.default, chain % streams, head, x) for chain, head in enumerate(heads)]
-            tails = [node(aten.sigmoid.default, chain % streams, tail) for chain, tail in enumerate(tails)]
-            pairs = zip(tails, [*tails[1:], tails[0]], strict=True)
-            heads = [node(aten.sub.Tensor, chain % streams, a, b) for chain, (a, b) in enumerate(pairs)]
-        total = heads[0]
-        for head in heads[1:]:
-            total = node(aten.add.Tensor, 0, total, head)
-        node(aten.add_.Tensor, streams - 1, sums, node(aten.sum.dim_IntList, streams - 1, total, [0]))
-        return [total]
-
-    return TOOLS.make_program(inputs, build)
-
-
-def delay(executor: Executor, generator: torch.Generator) -> None:
-    """Put a random delay before each block of each stream, from now on."""
-    step: Any = executor.step
-    lanes = step.__wrapped__.__globals__["streams"].Lanes
-    enter, wait = lanes.__getitem__, lanes.wait
-
-    def sleep() -> None:
-        torch.cuda._sleep(int(torch.randint(1, 60_000, (), generator=generator)))
-
-    def delayed_enter(self: Any, number: int) -> Any:
-        if self.streams:  # outside a capture all lanes are the caller's stream
-            with torch.cuda.stream(self.streams[number]):
-                sleep()
-        return enter(self, number)
-
-    def delayed_wait(self: Any, *names: str) -> None:
-        sleep()
-        wait(self, *names)
-        sleep()
-
-    lanes.__getitem__, lanes.wait = delayed_enter, delayed_wait
-
-
 @pytest.mark.parametrize("streams", [2, 3])
 def test_streams_with_delays_give_the_same_bits(streams: int, tmp_path: Path) -> None:
-    """200 replays of ten captures, each with delays of its own, and 20 steps without a graph, on one stream."""
+    """Ten captures, 40 replays each, all with delays of their own; and 40 steps on one stream without a graph."""
     for name, count in (("one", 1), ("many", streams)):
         (tmp_path / name).mkdir()
         build_artifact(branches(count), "cuda", tmp_path / name, self_test=False)
     assert Manifest.read(tmp_path / "many").streams == streams
-    alone, generator = Executor(tmp_path / "one", {}), torch.Generator().manual_seed(0)
+    alone, free = Executor(tmp_path / "one", {}), Executor(tmp_path / "many", {})
     beside, mode = graphed(tmp_path / "many", graph_mode("cuda", max_graphs=1))
-    free = Executor(tmp_path / "many", {})
-    delay(beside, generator)
-    delay(free, generator)
+    delays = Delays(beside)
     theirs, unused = torch.zeros(WIDTH, device="cuda"), torch.zeros(WIDTH, device="cuda")
-    replays = 0
     for capture in range(10):
         ours = theirs.clone()
         mode.forget(beside)
         mode.capture(beside, [torch.zeros(WIDTH, WIDTH, device="cuda"), ours])
-        for number in range(20):
+        for number in range(40):
+            delays.draw()
             x = torch.randn(WIDTH, WIDTH, device="cuda")
             (wanted,) = alone(x, theirs)
             assert torch.equal(beside(x, ours)[0], wanted) and torch.equal(ours, theirs), (capture, number)
             if number % 10 == 0:
                 assert torch.equal(free(x, unused)[0], wanted), (capture, number)
-            replays += 1
-    assert replays == 200
+    assert delays.count > 100
+
+
+def test_delays_show_a_wait_that_is_missing(tmp_path: Path) -> None:
+    """Else equal bits would say nothing: without one of its waits the same program gives others."""
+    (tmp_path / "one").mkdir()
+    build_artifact(branches(1), "cuda", tmp_path / "one", self_test=False)
+    alone = Executor(tmp_path / "one", {})
+    (tmp_path / "many").mkdir()
+    build_artifact(branches(3), "cuda", tmp_path / "many", self_test=False)
+    beside, mode = graphed(tmp_path / "many")
+    step: Any = beside.step
+    lanes = step.__wrapped__.__globals__["streams"].Lanes
+    lanes.wait = lambda held, *names: None
+    delays = Delays(beside)
+    x, sums = torch.randn(WIDTH, WIDTH, device="cuda"), torch.zeros(WIDTH, device="cuda")
+    (wanted,) = alone(x, sums.clone())
+    mode.capture(beside, [x, sums])
+    found = 0
+    for _ in range(50):
+        delays.draw()
+        found += not torch.equal(beside(x, sums)[0], wanted)
+    assert found

@@ -124,6 +124,21 @@ def test_delta_step_at_width(kernel, batch, tokens, layout, target, lower_bound)
     assert torch.equal(operands["conv_state"], expected["conv_state"])
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("tokens", "rank"), [(1, 128), (3, 96)])
+def test_delta_step_with_a_gate_of_low_rank_at_width(kernel, batch, tokens, rank):
+    operands = DELTA.operands_of(2, batch, tokens, 32, 128, 128, layout="vk", dtype=torch.bfloat16)
+    operands = DELTA.low_rank(operands, rank)
+    operands = {name: tensor if tensor is None else tensor.cuda() for name, tensor in operands.items()}
+    attributes = DELTA.attributes_of("vk", -5.0) | {"scale": 128**-0.5}
+    expected = {name: tensor if tensor is None else tensor.clone() for name, tensor in operands.items()}
+    module = kernel("kda_decode", operands, attributes, target="cuda")
+    out, wanted = module.launch(*operands.values()), kda_decode(**expected, **attributes)
+    assert DELTA.error(out, wanted) < 4e-3
+    assert DELTA.error(operands["state"], expected["state"]) < 1e-5
+    assert torch.equal(operands["conv_state"], expected["conv_state"])
+
+
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_delta_step_on_a_pool_at_width(kernel, tokens, state_dtype):

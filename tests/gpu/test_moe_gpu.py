@@ -1,8 +1,13 @@
 """Routed experts at the widths of Kimi K3.1: results, the same bits at every call, replays of one CUDA graph."""
 
+import importlib.util
+
 import pytest
 import torch
 
+from kimigraph.codegen.kernel import KernelRequest, TensorSpec
+from kimigraph.codegen.specialize import moe_stream
+from kimigraph.codegen.specialize.moe_sizes import Experts
 from kimigraph.ir.reference.moe_experts import moe_experts
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +47,7 @@ def close(found, wanted, limit=2e-2):
 
 
 @pytest.mark.parametrize("follows", [True, False])
-@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 17, 64, 300, 2048])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 17, 64, 300, 2048, 2500])
 def test_at_width(kernel, tokens, follows):
     given = operands(tokens, follows)
     module = kernel("moe_experts", given, ATTRIBUTES, target="cuda")
@@ -60,7 +65,7 @@ def test_fp32_keeps_its_precision(kernel, tokens):
     close(out, moe_experts(*given.values(), **ATTRIBUTES)[0], 1e-5)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 1000])
 def test_a_graph_follows_the_router(kernel, tokens):
     """One graph, replayed with other logits: who picks what is decided on the device."""
     given = operands(tokens, tokens <= 8)
@@ -77,3 +82,32 @@ def test_a_graph_follows_the_router(kernel, tokens):
         wanted, picks = moe_experts(*given.values(), **ATTRIBUTES)
         assert torch.equal(chosen, picks)
         close(out, wanted)
+
+
+def test_rows_longer_than_a_slot_of_the_ring(tmp_path):
+    """Experts of 3,072 columns, which the form for one token does not take unasked."""
+    width, inner, count = 1792, 3072, 12
+    given = operands(1, False) | {
+        "x": torch.randn(1, width, device="cuda").bfloat16(),
+        "logits": torch.randn(1, count, device="cuda"),
+        "bias": torch.zeros(count, device="cuda"),
+        "gate_up": (torch.randn(count, 2 * inner, width, device="cuda") * width**-0.5).bfloat16(),
+        "down": (torch.randn(count, width, inner, device="cuda") * inner**-0.5).bfloat16(),
+    }
+    request = KernelRequest("moe_experts", specifications(given), ATTRIBUTES, "cuda")
+    path = tmp_path / "long_rows.py"
+    path.write_text(moe_stream.build(request, Experts.of(request)).text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    out, chosen = module.launch(*given.values())
+    wanted, picks = moe_experts(*given.values(), **ATTRIBUTES)
+    assert torch.equal(chosen, picks)
+    close(out, wanted)
+
+
+def specifications(given):
+    return {
+        name: None if t is None else TensorSpec(tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch."))
+        for name, t in given.items()
+    }

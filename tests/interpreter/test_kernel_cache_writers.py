@@ -8,7 +8,7 @@ from kimigraph.ir.reference.index_key_write import index_key_write
 from kimigraph.ir.reference.latent_write import latent_write
 
 KEY_OPERANDS = ("keys", "values", "positions", "norm_weight", "norm_bias", "cos", "sin", "block_table")
-LATENT_OPERANDS = ("latent", "rope", "values", "rope_values", "positions", "cos", "sin", "block_table")
+LATENT_OPERANDS = ("latent", "rope", "values", "rope_values", "positions", "cos", "sin", "block_table", "norm_weight")
 FP8 = "float8_e4m3fn"
 
 
@@ -102,17 +102,18 @@ def test_plain_keys(kernel, device, dtype, paged):
         latent_form(0, "scales_rope", "amax", width=384),
     ],
 )
-def test_quantised_latents(kernel, device, style, form):
+@pytest.mark.parametrize("normed", [False, True])
+def test_quantised_latents(kernel, device, style, form, normed):
     data, tokens = Data(device, 2), 4
+    weight = 1 + 0.2 * data.normal(form.width, spread=False) if normed else None
     table, pages = data.table(2, 2, 64) if form.page_size else (None, 0)
     latent = torch.zeros((pages, 64, form.row) if form.page_size else (2, 32, form.row), dtype=torch.uint8)
     latent = latent.to(device)
     cos, sin = data.angles(2, tokens, 32) if style != "none" else (None, None)
     positions = data.positions(2, tokens, 128 if form.page_size else 32)
-    operands = (
-        latent, None, data.normal(2, tokens, form.width), data.normal(2, tokens, 64), positions, cos, sin, table,
-    )  # fmt: skip
-    attributes = {"rope_style": style, "descriptor": str(form)}
+    values = data.normal(2, tokens, form.width), data.normal(2, tokens, 64)
+    operands = (latent, None, *values, positions, cos, sin, table, weight)
+    attributes = {"rope_style": style, "norm_eps": 1e-5, "descriptor": str(form)}
     written(kernel, "latent_write", LATENT_OPERANDS, operands, attributes, ["latent"])
 
 
@@ -129,8 +130,11 @@ def test_plain_latents(kernel, device, rope, paged):
     cache = torch.zeros(*rows, turns, dtype=torch.bfloat16, device=device) if rope in ("split", "empty") else None
     turned = None if rope == "none" else data.normal(2, tokens, turns)
     cos, sin = data.angles(2, tokens, 4) if turns and turned is not None else (None, None)
-    operands = (latent, cache, data.normal(2, tokens, width), turned, data.positions(2, tokens, 16), cos, sin, table)
+    weight = data.normal(width, dtype=torch.float32, spread=False) if paged else None
+    values = data.normal(2, tokens, width)
+    operands = (latent, cache, values, turned, data.positions(2, tokens, 16), cos, sin, table, weight)
     attributes = {"rope_style": "none" if cos is None else "interleaved", "descriptor": str(form) if packed else ""}
+    attributes["norm_eps"] = 1e-6
     caches = ["latent", "rope"] if rope == "split" else ["latent"]
     written(kernel, "latent_write", LATENT_OPERANDS, operands, attributes, caches)
 

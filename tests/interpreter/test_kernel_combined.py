@@ -93,6 +93,16 @@ def test_several_results_of_one_member(tmp_path: Path, device: str) -> None:
     check(tmp_path, device, step, ["a", "a", "b"], draw(1, 5, 7), draw(2, 300))
 
 
+def test_small_products_of_different_sizes_beside_a_write(tmp_path: Path, device: str) -> None:
+    def step(x0: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, x3: torch.Tensor, x4: torch.Tensor) -> Any:
+        x4.mul_(3)
+        linear = torch.nn.functional.linear
+        return linear(x0, x1), linear(x2, x3) + 1
+
+    inputs = [draw(1, 2, 40), draw(2, 9, 40), draw(3, 1, 12), draw(4, 30, 12), draw(5, 7)]
+    check(tmp_path, device, step, ["w", "a", "b", "b"], *inputs)
+
+
 @pytest.mark.parametrize("elements", [1, 129, 3000])
 def test_members_of_very_different_sizes(tmp_path: Path, device: str, elements: int) -> None:
     check(tmp_path, device, lambda x0, x1: (x0.abs(), x1.neg()), ["a", "b"], draw(1, elements), draw(2, 7))

@@ -140,6 +140,26 @@ def test_shapes_that_models_write(kernel, device, dtype):
     agree(run(kernel, device, operands, attributes_of()), operands, attributes_of())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "rank", "key_dim"), [(1, 16, 8), (3, 5, 12)])
+def test_a_gate_of_low_rank(kernel, device, dtype, tokens, rank, key_dim):
+    """The gate's logits as a product of a few numbers a token, both operands parts of larger tensors."""
+    operands = low_rank(operands_of(16, tokens=tokens, key_dim=key_dim, dtype=dtype), rank)
+    placed = {name: on(device, tensor) for name, tensor in clone(operands).items()}
+    module = kernel("kda_decode", placed, attributes_of())
+    out = module.launch(*placed.values()).cpu()
+    agree((out, placed["state"].cpu(), placed["conv_state"].cpu()), operands, attributes_of())
+
+
+def low_rank(operands, rank):
+    """The same with a gate of that rank: ``gate`` [B, S, rank] and ``gate_weight``."""
+    generator = torch.Generator().manual_seed(rank)
+    batch, tokens, channels = operands["gate"].shape
+    low = torch.randn(batch, tokens, 2 * rank, generator=generator)[..., rank:].to(operands["gate"].dtype)
+    weight = torch.randn(channels, rank + 3, generator=generator)[:, :rank] * rank**-0.5
+    return operands | {"gate": low, "slots": None, "gate_weight": weight.to(operands["gate"].dtype)}
+
+
 def test_layouts_that_are_not_contiguous(kernel, device):
     operands = operands_of(6, tokens=3)
     for name in ("qkv", "gate", "beta", "conv_weight", "conv_state", "state", "out_gate"):

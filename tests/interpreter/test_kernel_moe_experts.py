@@ -1,6 +1,7 @@
 """Routed experts: both forms of the kernel against the reference, at odd sizes, for every operand given or left out."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 from kimigraph.codegen.kernel import KernelRequest, TensorSpec
 from kimigraph.codegen.specialize import moe_experts as builder
-from kimigraph.codegen.specialize.moe_experts import Tile, Tiling
+from kimigraph.codegen.specialize import moe_sorted
+from kimigraph.codegen.specialize.moe_sizes import Experts, Tile, Tiling
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.reference.moe_experts import moe_experts
 
@@ -21,7 +23,13 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
 def operands(
-    tokens: int, dtype: torch.dtype, latent: bool = True, shared: bool = True, experts: int = 10, inner: int = 20
+    tokens: int,
+    dtype: torch.dtype,
+    latent: bool = True,
+    shared: bool = True,
+    residual: bool = False,
+    experts: int = 10,
+    inner: int = 20,
 ) -> dict[str, torch.Tensor | None]:
     generator = torch.Generator().manual_seed(tokens)
     width, outer, wide = 24, 40, 13
@@ -44,6 +52,7 @@ def operands(
         "shared_gate": normal(tokens, wide).to(dtype) if shared else None,
         "shared_up": normal(tokens, 2 * wide).to(dtype)[:, wide:] if shared else None,
         "shared_down": weight(last, wide) if shared else None,
+        "residual": normal(tokens, last + 3).to(dtype)[:, 3:] if residual else None,
     }
 
 
@@ -64,6 +73,16 @@ def test_it_computes_what_the_reference_does(
     kernel: Callable[..., ModuleType], dtype: torch.dtype, tokens: int, latent: bool, shared: bool
 ) -> None:
     given = operands(tokens, dtype, latent, shared)
+    check(kernel("moe_experts", given, ATTRIBUTES), given, ATTRIBUTES)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tokens", [1, 5, 17])
+@pytest.mark.parametrize(("latent", "shared"), [(True, True), (False, False)])
+def test_a_residual_is_added_behind_all(
+    kernel: Callable[..., ModuleType], dtype: torch.dtype, tokens: int, latent: bool, shared: bool
+) -> None:
+    given = operands(tokens, dtype, latent, shared, residual=True)
     check(kernel("moe_experts", given, ATTRIBUTES), given, ATTRIBUTES)
 
 
@@ -102,27 +121,44 @@ def test_ties_nan_and_experts_without_tokens(kernel: Callable[..., ModuleType], 
 @pytest.mark.parametrize("dot", [False, True])
 def test_other_tilings_compute_the_same(tmp_path: Any, parts: int, dot: bool) -> None:
     given = operands(2, torch.bfloat16)
-    specs = {
-        name: None if t is None else TensorSpec(tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch."))
-        for name, t in given.items()
-    }
+    specs = specifications(given)
     tile = Tile(16, 16, 4, dot=dot, parts=parts)
     tiling = Tiling(tile, tile, Tile(16, 16, 4, lines=16, dot=True))
     text = builder.build(KernelRequest("moe_experts", specs, ATTRIBUTES), tiling).text
-    path = tmp_path / f"experts_{parts}_{dot}.py"
+    check(imported(text, tmp_path / f"experts_{parts}_{dot}.py"), given, ATTRIBUTES)
+
+
+@pytest.mark.parametrize("lines", [16, 32])
+@pytest.mark.parametrize(
+    ("shared", "change"),
+    [(False, {}), (True, {"groups": 5, "group_picks": 2}), (True, {"activation": "swiglu", "limit": 0.7})],
+)
+def test_rows_laid_by_expert(tmp_path: Any, lines: int, shared: bool, change: dict[str, Any]) -> None:
+    given, attributes = operands(37, torch.bfloat16, shared, shared, inner=24), ATTRIBUTES | change
+    request = KernelRequest("moe_experts", specifications(given), attributes)
+    tile = Tile(16, 16, 4, lines=lines)
+    text = moe_sorted.build(request, Experts.of(request), moe_sorted.Cut(tile, tile, 16, 16)).text
+    check(imported(text, tmp_path / f"sorted_{lines}_{shared}_{len(change)}.py"), given, attributes)
+
+
+def specifications(given: dict[str, torch.Tensor | None]) -> dict[str, TensorSpec | None]:
+    return {
+        name: None if t is None else TensorSpec(tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch."))
+        for name, t in given.items()
+    }
+
+
+def imported(text: str, path: Path) -> ModuleType:
     path.write_text(text, encoding="utf-8")
     module = ModuleType(path.stem)
     module.__file__ = str(path)
     exec(compile(text, str(path), "exec"), vars(module))
-    check(module, given, ATTRIBUTES)
+    return module
 
 
 def test_mixed_types_are_refused() -> None:
     given = operands(2, torch.bfloat16)
-    specs = {
-        name: None if t is None else TensorSpec(tuple(t.shape), t.stride(), str(t.dtype).removeprefix("torch."))
-        for name, t in given.items()
-    }
+    specs = specifications(given)
     down = specs["down"]
     assert down is not None
     specs["down"] = TensorSpec(down.shape, down.stride, "float32")

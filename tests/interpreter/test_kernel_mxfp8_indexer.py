@@ -69,10 +69,10 @@ def test_writer_rotates(kernel, device):
     assert torch.equal(keys.cpu(), wanted) and wanted.any()
 
 
-def run(kernel, device, q, descriptor, keys, weights, lengths=None, table=None, k=24, quantise=True):
-    codes, scales = mxfp8_quantize(q, group=descriptor.group) if quantise else (q, None)
+def run(kernel, device, q, descriptor, keys, weights, lengths=None, table=None, k=24, quantise="before"):
+    codes, scales = mxfp8_quantize(q, group=descriptor.group) if quantise == "before" else (q, None)
     operands = (codes, keys, weights, lengths, None, table, scales)
-    attributes = {"k": k, "scale": 0.5, "descriptor": str(descriptor)}
+    attributes = {"k": k, "scale": 0.5, "quantises_q": quantise == "inside", "descriptor": str(descriptor)}
     named = {name: x if x is None else x.to(device) for name, x in zip(INDEXER, operands, strict=True)}
     module = kernel("lightning_indexer", named, attributes)
     got = module.launch(*named.values()).cpu()
@@ -90,7 +90,7 @@ def test_indexer(kernel, device, width, group, tokens):
     run(kernel, device, q, descriptor, keys, weights, torch.tensor([40, 70], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("quantise", [True, False])
+@pytest.mark.parametrize("quantise", ["before", "inside", "never"])
 def test_indexer_over_pages(kernel, device, quantise):
     data, descriptor = Data("cpu", 2), form(page=16)
     table = data.table(2, 4)
@@ -99,6 +99,18 @@ def test_indexer_over_pages(kernel, device, quantise):
     table[1, 2] = -1
     q, weights = data.normal(2, 1, 64, 128), data.normal(2, 1, 64, dtype=torch.float32)
     run(kernel, device, q, descriptor, keys, weights, torch.tensor([64, 61], dtype=torch.int32), table, 50, quantise)
+
+
+@pytest.mark.parametrize(("width", "group"), [(128, 32), (48, 16), (16, 32), (512, 64)])
+def test_queries_are_quantised_inside(kernel, device, width, group):
+    """The same picks as of queries that were quantised before: the same numbers reach the products."""
+    data, descriptor = Data("cpu", width), form(width, group=group)
+    keys = filled(torch.zeros(2, 80, descriptor.row, dtype=torch.uint8), data.normal(2, 80, width), descriptor)
+    q, weights = data.normal(2, 2, 20, width), data.normal(2, 2, 20, dtype=torch.float32)
+    q[0, 0, 3, :7], q[1, 1, 2, 5], q[1, 0, 4] = 0.0, float("inf"), float("nan")
+    lengths = torch.tensor([40, 70], dtype=torch.int32)
+    picks = [run(kernel, device, q, descriptor, keys, weights, lengths, quantise=when) for when in ("before", "inside")]
+    assert torch.equal(*picks)
 
 
 def test_scales_stand_under_the_relu(kernel, device):

@@ -150,11 +150,13 @@ def test_a_product_with_its_neighbours_is_what_eager_computes(name: str, lines: 
 @pytest.mark.parametrize(
     ("name", "lines", "tiles"),
     [
-        ("norm", 1, ProductTiles("held", 4, (64,), 4, 1, 3, ahead=True)),
-        ("norm", 2, ProductTiles("held", 16, (64,), 4, 1, 2)),
-        ("tail", 1, ProductTiles("held", 4, (64, 32), 4, 1, 5, ahead=True)),
-        ("two widths", 1, ProductTiles("held", 8, (64,), 4, 1, 3)),
+        ("norm", 1, ProductTiles("held", 4, (64,), 4, 3, (6,), 2)),
+        ("norm", 2, ProductTiles("held", 16, (64,), 4, 2, (3,))),
+        ("tail", 1, ProductTiles("held", 4, (64, 32), 4, 4, (4,), 9)),
+        ("two widths", 1, ProductTiles("held", 8, (64,), 4, 3, (3, 1), 2)),
         ("gated", 1, ProductTiles("stream", 4, (16,), 4, 3)),
+        ("residual", 1, ProductTiles("stream", 4, (64,), 4, 1, early=True)),
+        ("by head", 5, ProductTiles("stream", 2, (64,), 4, 1, early=True)),
         ("gated", 5, ProductTiles("stream", 2, (32,), 4, 3)),
         ("gated", 5, ProductTiles("dot", 16, (16,), 4, 3)),
         ("residual", 8, ProductTiles("dot", 64, (32,), 4, 3)),

@@ -115,6 +115,8 @@ def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         }
     if name == "fp8_quantize":
         return (new(batch, tokens, heads, width),), {"tile": (32, width, 3)[seed % 3], "scales": _SCALES[seed % 2]}
+    if name == "hadamard_rows":
+        return (new(8 * heads, width),), {"width": (8, 4, 1)[seed % 3]}
     if name == "short_conv":
         state = new(batch, width, taps - 1 + seed % 2) if seed % 4 else None
         weight = new(width, 1, taps) if seed % 2 else new(width, taps)
@@ -136,6 +138,8 @@ def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     channels = heads * (2 * width + value)
     gate = new(batch, tokens, heads, width) if seed % 2 else new(batch, tokens, heads * width)
     last = (new(batch, tokens, heads, value), new(value)) if seed % 3 else (None, None)
+    if seed % 4 == 3:
+        gate, last = new(batch, tokens, 5), (*last, None, new(heads * width, 5))
     operands = (new(batch, tokens, channels), new(channels, taps), new(batch, channels, taps - 1 + seed % 2), gate)
     gates = (new(heads * width), torch.rand(1, 1, heads, 1), new(batch, tokens, heads))
     bound = -5.0 if seed % 2 else None
@@ -152,6 +156,7 @@ def _experts_example(new: Callable[..., torch.Tensor], seed: int) -> tuple[tuple
     operands += [new(width) if latent and seed % 5 else None, new(outer, width) if latent else None]
     if seed % 3 != 1:
         operands += [new(tokens, 7), new(tokens, 7), new(outer if latent else width, 7)]
+        operands += [new(tokens, outer if latent else width)] if seed % 4 else []
     groups = {"groups": 2, "group_picks": 1} if seed % 2 else {}
     activation = {"activation": "situ", "beta": 4.0, "linear_beta": 25.0} if seed % 2 else {"limit": 2.0}
     return tuple(operands), {"picks": 2, "renormalize": seed % 3 > 0, "scale": 1.5, **groups, **activation}

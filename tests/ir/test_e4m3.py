@@ -132,3 +132,9 @@ def test_groups_split_and_join():
     assert split_groups(values, 3).tolist() == [[[0, 1, 2], [3, 4, 0]], [[5, 6, 7], [8, 9, 0]]]
     for group in (1, 2, 3, 5, 8):
         assert torch.equal(join_groups(split_groups(values, group), 5), values)
+
+
+@pytest.mark.parametrize(("value", "code"), [(math.inf, 0x7E), (-math.inf, 0xFE), (1e9, 0x7E), (-449.0, 0xFE)])
+def test_the_cast_to_e4m3_that_quantisers_use_saturates(value, code):
+    """G14: torch's own cast makes NaN of an infinity, the GPU's makes 448 of it; the reference is as the kernels."""
+    assert to_e4m3(torch.tensor([value])).view(torch.uint8).item() == code

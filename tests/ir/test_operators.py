@@ -22,6 +22,7 @@ def test_the_operators_of_this_language():
         "attention_residual_history",
         "attention_residual_merge",
         "fp8_quantize",
+        "hadamard_rows",
         "index_key_write",
         "kda_decode",
         "kda_prefill",

@@ -231,3 +231,22 @@ def test_a_buffer_that_is_written_often_is_walked_once() -> None:
     asked = [storage_root(item, known) for item in graph.nodes if item.op == "call_function"]
     assert asked == [buffer] * 4000 and len(known) == 4001
     assert mutation_between(graph, buffer, value, node) is value.next
+
+
+@pytest.mark.parametrize("writes_only", [True, False])
+def test_a_region_s_results_and_one_that_has_none(writes_only):
+    """A region may write and return nothing: it shares no storage, and its writes are found."""
+    inner = Graph()
+    cache, value = inner.placeholder("cache"), inner.placeholder("value")
+    written = call(inner, torch.ops.aten.copy_.default, cache, value)
+    inner.output(() if writes_only else (written,))
+    outer = Graph()
+    target, source = outer.placeholder("target"), outer.placeholder("source")
+    region = outer.call_module("region", (target, source))
+    outer.output((target,))
+    root = torch.nn.Module()
+    root.add_module("region", GraphModule(torch.nn.Module(), inner))
+    module = GraphModule(root, outer)
+    region = next(node for node in module.graph.nodes if node.op == "call_module")
+    assert [node.name for node in mutated_arguments(region)] == ["target"]
+    assert storage_root(region).name == ("region" if writes_only else "target")

@@ -96,6 +96,7 @@ def test_one_script_a_pass_and_a_diff_where_something_changed(dumps: Path) -> No
         "002-double-negate.py",
         "graph.dot",
         "remarks.jsonl",
+        "schedule.json",
         "timings.json",
     ]
     difference = (dumps / "002-double-negate.diff").read_text()
@@ -176,8 +177,8 @@ def test_files_are_complete_after_each_pass(tmp_path: Path, program: CapturedPro
     seen: list[Any] = []
     run_pipeline(program, Pipeline((Peek(), Look(), Peek())), context, [DumpPasses(tmp_path)])
     assert seen == [
-        (["000-capture.py", "graph.dot", "remarks.jsonl", "timings.json"], 0),
-        (["000-capture.py", "001-peek.py", "002-look.py", "graph.dot", "remarks.jsonl", "timings.json"], 1),
+        (["000-capture.py", "remarks.jsonl", "timings.json"], 0),
+        (["000-capture.py", "001-peek.py", "002-look.py", "remarks.jsonl", "timings.json"], 1),
     ]
 
 
@@ -200,7 +201,14 @@ def test_an_own_directory_is_used_again_without_leftovers(
     dumps: Path, program: CapturedProgram, context: PassContext
 ) -> None:
     run_pipeline(program, Pipeline((Look(),)), context, [DumpPasses(dumps)])
-    assert names(dumps) == ["000-capture.py", "001-look.py", "graph.dot", "remarks.jsonl", "timings.json"]
+    assert names(dumps) == [
+        "000-capture.py",
+        "001-look.py",
+        "graph.dot",
+        "remarks.jsonl",
+        "schedule.json",
+        "timings.json",
+    ]
 
 
 def test_an_own_directory_with_a_file_added_is_refused(dumps: Path) -> None:

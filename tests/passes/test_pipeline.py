@@ -23,10 +23,11 @@ FUSING = [
     "raise-moe",
     "fuse-lightning-indexer",
     "fuse-sparse-attention",
+    "page-caches",
     "fuse-indexer-attention",
     "insert-quantization",
 ]
-MERGING = [*FUSING, "merge-horizontal", "fuse-pointwise", "merge-regions"]
+MERGING = [*FUSING, "split-indexer-prolog", "merge-horizontal", "fuse-pointwise", "merge-regions"]
 ALL = [*MERGING, "assign-streams", "plan-memory", "verify-schedule"]
 
 

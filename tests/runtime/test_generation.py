@@ -1,5 +1,6 @@
 """The scheduler over a toy model whose answers need its whole history, against that model run alone."""
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -10,13 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
+from kimigraph.ir.descriptors import LatentDescriptor
 from kimigraph.ir.errors import UsageError
-from kimigraph.runtime.generation import Engine, Row, Sampling, SlotCaches, TextStream
+from kimigraph.runtime.generation import Engine, PagedSlots, Pool, Row, Sampling, SlotCaches, Slots, TextStream
 from kimigraph.runtime.generation.engine import buckets
 from kimigraph.runtime.generation.sampling import Draws, choose, distribution
 from kimigraph.runtime.sequence import PoolExhaustedError, SequenceError
 
-VOCABULARY, CONTEXT = 13, 12
+VOCABULARY, CONTEXT, PAGE = 13, 12, 4
 ROWS = {"cache.0.tokens": Row((CONTEXT,), torch.int64), "state.0.sum": Row((1,), torch.int64)}
 
 
@@ -38,6 +40,8 @@ class Toy:
         self, batch: int, tokens: int, caches: Mapping[str, Tensor]
     ) -> Callable[[list[list[int]], list[int]], Tensor]:
         self.asked.add((batch, tokens))
+        if "block_table" in caches:
+            return paged_toy(batch, tokens, caches)
         cache, state = caches["cache.0.tokens"], caches["state.0.sum"]
 
         def run(ids: list[list[int]], lengths: list[int]) -> Tensor:
@@ -50,6 +54,25 @@ class Toy:
             return torch.stack(found)
 
         return run
+
+
+def paged_toy(batch: int, tokens: int, caches: Mapping[str, Tensor]) -> Callable[[list[list[int]], list[int]], Tensor]:
+    """The same over pages; it writes and reads nothing but through the block table."""
+    pages, table, state = caches["cache.0.latent"], caches["block_table"], caches["state.0.sum"]
+    assert table.shape[0] == batch
+
+    def run(ids: list[list[int]], lengths: list[int]) -> Tensor:
+        found = []
+        for row, (given, length) in enumerate(zip(ids, lengths, strict=True)):
+            for place, token in enumerate(given, length):
+                pages[table[row, place // PAGE], place % PAGE, 0] = token
+            history = pages[table[row].clamp(min=0)].flatten()[: length + tokens]
+            assert not history.isnan().any()
+            state[row] += sum(given) + 1
+            found.append(scores([int(token) for token in history], int(state[row])))
+        return torch.stack(found)
+
+    return run
 
 
 def alone(prompt: list[int], sampling: Sampling, place: int = 0, chunks: tuple[int, ...] = (4, 2)) -> list[int]:
@@ -68,9 +91,15 @@ def alone(prompt: list[int], sampling: Sampling, place: int = 0, chunks: tuple[i
         total += tokens[-1] + 1
 
 
-def engine(slots: int = 4, **options: object) -> tuple[Engine, Toy]:
+def paged(slots: int, pages: int) -> PagedSlots:
+    pool = Pool({"cache.0.latent": LatentDescriptor("paged", "float32", 1, 0, PAGE)}, pages, CONTEXT, debug=True)
+    return PagedSlots({"state.0.sum": ROWS["state.0.sum"]}, pool, slots)
+
+
+def engine(slots: int | Slots = 4, **options: object) -> tuple[Engine, Toy]:
     toy = Toy()
-    return Engine(toy, SlotCaches(ROWS, slots), CONTEXT, chunks=(4, 2), **options), toy
+    places = SlotCaches(ROWS, slots) if isinstance(slots, int) else slots
+    return Engine(toy, places, CONTEXT, chunks=(4, 2), **options), toy
 
 
 def drain(running: Engine) -> dict[int, tuple[list[int], str]]:
@@ -85,10 +114,11 @@ def drain(running: Engine) -> dict[int, tuple[list[int], str]]:
 PROMPTS = [[1, 2, 3], [4], [5] * 9, [6, 7], [8, 9, 10, 11, 12, 1, 2], [3] * 12]
 
 
+@pytest.mark.parametrize("pages", [None, 4, 30])
 @pytest.mark.parametrize("slots", [1, 2, 3, 8])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_a_sequence_is_what_it_is_alone_in_any_batch(slots: int, temperature: float) -> None:
-    running, _ = engine(slots)
+def test_a_sequence_is_what_it_is_alone_in_any_batch(slots: int, temperature: float, pages: int | None) -> None:
+    running, _ = engine(slots if pages is None else paged(slots, pages))
     asked = [Sampling(max_new_tokens=2 + place, temperature=temperature, seed=5) for place in range(len(PROMPTS))]
     numbers = [running.submit(prompt, asked[place], place) for place, prompt in enumerate(PROMPTS)]
     found = drain(running)
@@ -148,12 +178,60 @@ def test_slots_run_out_and_come_back() -> None:
     assert slots.lower(1) == 0 and slots.free_slots == 1
 
 
+def test_a_fork_goes_on_as_its_original_did_and_shares_its_pages() -> None:
+    slots = paged(4, 8)
+    running, _ = engine(slots)
+    number = running.submit([1] * 6, Sampling(max_new_tokens=4))
+    running.step()
+    running.step()
+    free = slots.cache.free_pages
+    other = running.fork(number)
+    assert slots.cache.free_pages == free - 2  # the first page is shared, the second copied, the third its own
+    drawn = running.fork(number, Sampling(max_new_tokens=3, temperature=3.0, seed=4), place=7)
+    found = drain(running)
+    assert found[other][0] == found[number][0][-len(found[other][0]) :]
+    assert len(found[drawn][0]) == 1 and found[drawn][1] == "length"
+    assert slots.cache.free_pages == 8 and slots.free_slots == 4
+
+
+def test_what_cannot_be_forked_is_told_and_changes_nothing() -> None:
+    slots = paged(2, 4)
+    running, _ = engine(slots, budget=4)
+    number = running.submit([1] * 6, Sampling(max_new_tokens=6))
+    running.step()
+    with pytest.raises(UsageError, match="does not run"):
+        running.fork(number)  # still being read
+    running.step()
+    free = slots.cache.free_pages
+    with pytest.raises(UsageError, match="allow its fork more"):
+        running.fork(number, Sampling(max_new_tokens=1))
+    with pytest.raises(PoolExhaustedError):
+        running.fork(number)  # two pages more are wanted and one is free
+    assert (slots.cache.free_pages, slots.free_slots) == (free, 1)
+    assert drain(running)[number][0] == alone([1] * 6, Sampling(max_new_tokens=6))[1:]
+
+
+def test_a_sequence_waits_for_pages_and_one_that_can_never_have_them_is_refused() -> None:
+    running, _ = engine(paged(3, 3))
+    first = running.submit([1] * 9, Sampling(max_new_tokens=3))
+    second = running.submit([2] * 5, Sampling(max_new_tokens=2))
+    running.step()
+    assert [request.number for request in running.requests] == [first, second]
+    found = drain(running)
+    assert found[second][0] == alone([2] * 5, Sampling(max_new_tokens=2))
+    small, _ = engine(paged(3, 2))
+    with pytest.raises(UsageError, match="more than all pages hold"):
+        small.submit([1] * 9, Sampling(max_new_tokens=3))
+
+
 class Joining(RuleBasedStateMachine):
-    """Sequences join, leave and are aborted between steps; each must say what it says alone."""
+    """Sequences join, leave, are forked and aborted between steps; each must say what it says alone."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine, self.toy = engine(3, budget=5)
+        self.engine, self.toy = engine(self.places(), budget=5)
+        self.before: dict[int, int] = {}
+        """Tokens that a fork had when it was made; its original told them."""
         self.asked: dict[int, tuple[list[int], Sampling, int]] = {}
         self.made: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
@@ -178,6 +256,25 @@ class Joining(RuleBasedStateMachine):
             if event.finish is not None:
                 self.ended[event.number] = event.finish
 
+    def places(self) -> Slots:
+        return SlotCaches(ROWS, 3)
+
+    @precondition(lambda self: self.made)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        """A greedy sequence's fork must go on as the sequence does; others may draw anew."""
+        number = data.draw(st.sampled_from(sorted(self.made)))
+        (prompt, sampling, place), sequences = self.asked[number], len(self.engine.requests)
+        try:
+            other = self.engine.fork(number, place=place)
+        except (UsageError, PoolExhaustedError):
+            assert len(self.engine.requests) == sequences
+            return
+        greedy = sampling if sampling.temperature == 0 else None
+        self.asked[other] = (prompt, greedy or sampling, place)
+        self.before[other] = len(self.made[number]) + self.before.get(number, 0)
+        self.made[other] = []
+
     @precondition(lambda self: self.engine.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -187,10 +284,12 @@ class Joining(RuleBasedStateMachine):
     @invariant()
     def each_says_what_it_says_alone(self) -> None:
         for number, made in self.made.items():
-            wanted = alone(*self.asked[number])
-            assert made == wanted[: len(made)]
+            wanted, told = alone(*self.asked[number]), self.before.get(number, 0)
+            if told and self.asked[number][1].temperature > 0:
+                continue  # draws of its own
+            assert made == wanted[told : told + len(made)]
             if self.ended.get(number) in ("stop", "length", "context"):
-                assert made == wanted
+                assert made == wanted[told:]
         taken = 3 - self.engine.slots.free_slots
         assert 0 <= taken <= 3
 
@@ -200,10 +299,61 @@ class Joining(RuleBasedStateMachine):
         assert self.engine.slots.free_slots == 3 and set(self.ended) == set(self.asked)
 
 
+class JoiningPages(Joining):
+    """The same over a pool that holds not even two sequences of full length; free pages are NaN."""
+
+    def places(self) -> Slots:
+        return paged(3, 5)
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert isinstance(self.engine.slots, PagedSlots)
+        assert self.engine.slots.cache.free_pages == 5
+
+
 TestJoining = Joining.TestCase
-TestJoining.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestJoiningPages = JoiningPages.TestCase
+for case in (TestJoining, TestJoiningPages):
+    case.settings = settings(
+        max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+@pytest.mark.parametrize("pages", [None, 9])
+def test_an_engine_lives_through_a_thousand_operations(pages: int | None) -> None:
+    """Join, step, fork, abort at random; every greedy sequence, a fork or not, says what it says alone."""
+    draw = random.Random(3)
+    slots: Slots = SlotCaches(ROWS, 5) if pages is None else paged(5, pages)
+    running, _ = engine(slots, budget=4)
+    asked, made, told, forks = dict[int, tuple[list[int], Sampling]](), dict[int, list[int]](), dict[int, int](), 0
+    for _ in range(1000):
+        match draw.choices(("join", "step", "fork", "abort"), (3, 6, 2, 1))[0]:
+            case "join" if len(running.requests) < 12:
+                prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, CONTEXT))]
+                sampling = Sampling(max_new_tokens=draw.randint(1, 6), stop_ids=(0,))
+                number = running.submit(prompt, sampling)
+                asked[number], made[number], told[number] = (prompt, sampling), [], 0
+            case "fork" if running.requests:
+                origin = draw.choice(running.requests).number
+                try:
+                    number = running.fork(origin)
+                except (UsageError, PoolExhaustedError):
+                    continue
+                asked[number], made[number] = asked[origin], []
+                told[number], forks = told[origin] + len(made[origin]), forks + 1
+            case "abort" if running.requests:
+                running.abort(draw.choice(running.requests).number)
+            case _:
+                for event in running.step():
+                    made[event.number] += [] if event.token is None else [event.token]
+                    wanted = alone(*asked[event.number])[told[event.number] :]
+                    assert made[event.number] == wanted[: len(made[event.number])]
+                    assert event.finish in (None, "aborted") or made[event.number] == wanted
+    drain(running)
+    assert forks > 20 and slots.free_slots == 5
+    if isinstance(slots, PagedSlots):
+        slots.cache.check()
+        assert slots.cache.free_pages == pages
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -238,6 +238,25 @@ def test_what_cannot_be_captured_is_refused_by_node(recorder: Recorder, executor
             executor(torch.ones(4, 4), cache)
 
 
+def test_a_failure_of_the_device_itself_names_no_node(
+    recorder: Recorder, executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(call: Callable[[], Any]) -> Any:
+        raise RuntimeError("no pool")
+
+    executor(torch.ones(4, 4), torch.zeros(4))
+    monkeypatch.setattr(recorder, "capture", fails)
+    with pytest.raises(GraphCaptureError, match=r"a part of it could not be captured \(RuntimeError: no pool"):
+        step_twice(executor)
+
+
+def step_twice(executor: Executor) -> None:
+    """A second step on the same cache, which is captured."""
+    cache = torch.zeros(4)
+    for _ in range(2):
+        executor(torch.ones(4, 4), cache)
+
+
 class Picks(nn.Module):
     """Writes where a mask is set: the host makes a list of the places."""
 

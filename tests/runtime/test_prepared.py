@@ -17,6 +17,7 @@ from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.preparation import prepare
+from kimigraph.ir.reference.hadamard import hadamard_rotated
 from kimigraph.run import run_artifact
 from kimigraph.runtime.executor import Executor
 from kimigraph.runtime.prepared import prepare_in_place
@@ -149,3 +150,13 @@ def test_an_executor_that_is_given_the_weights_keeps_none_of_the_spare(optimized
 def test_a_step_of_another_version_is_refused() -> None:
     with pytest.raises(ValueError, match="no preparation that this version knows"):
         prepare([{"op": "quantize", "of": ["a"]}], {"a": torch.ones(1)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rotated_weight_is_what_the_operator_makes(dtype: torch.dtype) -> None:
+    weight, x = torch.randn(24, 5).to(dtype), torch.randn(3, 5)
+    made = prepare([{"op": "hadamard", "width": 8, "of": ["w"]}], {"w": weight})
+    assert torch.equal(made, torch.ops.kimigraph.hadamard_rows(weight, width=8))
+    if dtype is torch.float32:
+        turned = hadamard_rotated((x @ weight.T).unflatten(-1, (3, 8))).flatten(-2)
+        assert torch.allclose(x @ made.T, turned, atol=1e-5)

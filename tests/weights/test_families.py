@@ -52,6 +52,19 @@ def test_kimi_k31_by_its_own_names_and_in_another_type(tmp_path: Path) -> None:
     assert_state(model, state)
 
 
+def test_kimi_k3_as_published(tmp_path: Path) -> None:
+    """The text part of the multimodal configuration, and its weights under the prefix of that model."""
+    text = {name: value for name, value in KIMI.items() if not name.startswith("index_")} | {
+        "model_type": "kimi_linear"
+    }
+    document = {"model_type": "kimi_k3", "text_config": text, "vision_config": {"patch_size": 14}}
+    directory = Path(write_model(tmp_path, document, seed=None))
+    state = {name: tensor for name, tensor in seeded_state(kimi_model()).items() if ".indexer." not in name}
+    write(directory, {**kimi(state), "vision_tower.patch_embed.weight": torch.ones(2)}, 2)
+    module = load_source(str(directory), CompileConfig(context=16)).build()[0]
+    assert_state(module, state)
+
+
 def test_layer_lists_count_from_1_and_checkpoints_from_0(tmp_path: Path) -> None:
     directory = Path(write_model(tmp_path, KIMI, seed=None))
     state = seeded_state(kimi_model())

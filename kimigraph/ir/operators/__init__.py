@@ -11,6 +11,7 @@ from kimigraph.ir.operators import (
     attention_residual_history,
     attention_residual_merge,
     fp8_quantize,
+    hadamard_rows,
     index_key_write,
     kda_decode,
     kda_prefill,
@@ -44,6 +45,7 @@ OPERATORS: dict[str, Operator] = {
         index_key_write,
         mxfp8_quantize,
         fp8_quantize,
+        hadamard_rows,
         moe_experts,
     )
 }

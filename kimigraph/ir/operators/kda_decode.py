@@ -15,6 +15,8 @@ Shapes: ``qkv`` [B, S, 2*H*K + H*V], channels q | k | v, heads major; ``conv_wei
 [B, H, K, V] (``state_layout`` "kv") or [B, H, V, K] ("vk"), fp32 by default, mutated; ``out_gate`` [B, S, H, V] or
 [B, S, H*V]; ``norm_weight`` [V]. Arithmetic in fp32. Returns [B, S, H, V] in the type of ``qkv``.
 
+With ``gate_weight`` [H*K, R] the gate's logits are its product with ``gate`` [B, S, R], in fp32.
+
 With ``slots`` (int32 or int64 [B]) the states are a pool, ``conv_state`` [P, C, N] and ``state`` [P, ...]: row b has
 the entry slots[b], and no two rows the same one. An entry below 1 is the null slot of a padded row: its output is zero,
 and no state of it is read or written.
@@ -32,10 +34,13 @@ from kimigraph.ir.reference.kda_decode import kda_decode
 _NAME = "kda_decode"
 
 
-def _dims(qkv: torch.Tensor, gate: torch.Tensor, a_log: torch.Tensor) -> tuple[int, int, int]:
+def _dims(
+    qkv: torch.Tensor, gate: torch.Tensor, a_log: torch.Tensor, gate_weight: torch.Tensor | None
+) -> tuple[int, int, int]:
     """Heads, key dim and value dim."""
     heads = a_log.numel()
-    key_dim = gate.shape[-1] // heads if gate.dim() == 3 else gate.shape[-1]
+    channels = gate.shape[-1] if gate_weight is None else gate_weight.shape[0]
+    key_dim = channels // heads if gate.dim() == 3 else channels
     return heads, key_dim, qkv.shape[-1] // heads - 2 * key_dim
 
 
@@ -51,6 +56,7 @@ def _fake(
     out_gate: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
+    gate_weight: torch.Tensor | None = None,
     *,
     scale: float,
     l2_eps: float = 1e-6,
@@ -67,7 +73,8 @@ def _fake(
         conv_weight=(conv_weight, "C one W" if conv_weight.dim() == 3 else "C W"),
         conv_state=(conv_state, f"{rows} C N"),
         beta=(beta, "B S H"),
-        gate=(gate, "B S H K" if gate.dim() == 4 else "B S HK"),
+        gate=(gate, "B S R" if gate_weight is not None else "B S H K" if gate.dim() == 4 else "B S HK"),
+        gate_weight=(gate_weight, "HK R"),
         state=(state, f"{rows} H K V" if state_layout == "kv" else f"{rows} H V K"),
         slots=(slots, "B"),
         norm_weight=(norm_weight, "V"),
@@ -107,16 +114,18 @@ def _cost(
     out_gate: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
+    gate_weight: torch.Tensor | None = None,
     **attributes: object,
 ) -> Cost:
-    heads, _, value_dim = _dims(qkv, gate, a_log)
+    heads, key_dim, value_dim = _dims(qkv, gate, a_log, gate_weight)
     batch, tokens = qkv.shape[:2]
     out = batch * tokens * heads * value_dim * qkv.element_size()
-    read = nbytes(qkv, conv_weight, gate, dt_bias, a_log, beta, out_gate, norm_weight, slots)
+    read = nbytes(qkv, conv_weight, gate, dt_bias, a_log, beta, out_gate, norm_weight, slots, gate_weight)
+    product = 0 if gate_weight is None else 2 * batch * tokens * heads * key_dim * gate.shape[-1]
     convolution = 2 * batch * tokens * conv_weight.numel()
     # Of a pool only the entries of the rows move.
     moved = 2 * batch * (state[0].numel() * state.element_size() + conv_state[0].numel() * conv_state.element_size())
-    return Cost(bytes=moved + read + out, flops=7 * batch * state[0].numel() * tokens + convolution)
+    return Cost(bytes=moved + read + out, flops=7 * batch * state[0].numel() * tokens + convolution + product)
 
 
 OPERATOR = register(
@@ -124,9 +133,9 @@ OPERATOR = register(
         name=_NAME,
         signature=(
             "(Tensor qkv, Tensor conv_weight, Tensor(a!) conv_state, Tensor gate, Tensor dt_bias, Tensor a_log,"
-            " Tensor beta, Tensor(b!) state, Tensor? out_gate=None, Tensor? norm_weight=None, Tensor? slots=None, *,"
-            " float scale, float l2_eps=1e-6, float? lower_bound=None, float norm_eps=1e-5,"
-            ' str state_layout="kv") -> Tensor'
+            " Tensor beta, Tensor(b!) state, Tensor? out_gate=None, Tensor? norm_weight=None, Tensor? slots=None,"
+            " Tensor? gate_weight=None, *, float scale, float l2_eps=1e-6, float? lower_bound=None,"
+            ' float norm_eps=1e-5, str state_layout="kv") -> Tensor'
         ),
         summary="one KDA step: convolution, gates, delta rule, read-out, gated norm",
         documentation=__doc__,

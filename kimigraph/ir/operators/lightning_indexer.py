@@ -12,6 +12,8 @@ neither side's can be taken out of it as those of whole keys can:
 
     dot(q[b, s, h], keys[b, t]) = sum_g 2^(q_scales[b, s, h, g] + key_scales[b, t, g] - 254) dot over group g of E4M3
 
+With ``quantises_q`` a real ``q``, rotated where the keys are, is first put into their groups as by ``mxfp8_quantize``.
+
 Returns int32 [B, S, k]: the set of the first min(k, visible) keys under (score descending, index ascending; -0 as +0;
 NaN as -inf), listed in ascending index, then -1. With a block table the ids are logical positions; with ``rows`` they
 are the rows of the flattened cache instead, page * page size + offset, in the same order.
@@ -23,7 +25,16 @@ for shapes that do not fit, a scale that is not positive and a negative k.
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
-from kimigraph.ir.operators.shapes import cache, capacity, check, check_groups, check_integer, check_table, key_row
+from kimigraph.ir.operators.shapes import (
+    cache,
+    capacity,
+    check,
+    check_groups,
+    check_integer,
+    check_quantised_by,
+    check_table,
+    key_row,
+)
 from kimigraph.ir.reference.lightning_indexer import lightning_indexer
 
 
@@ -39,6 +50,7 @@ def _fake(
     block_table: torch.Tensor | None = None,
     q_scales: torch.Tensor | None = None,
     rows: bool = False,
+    quantises_q: bool = False,
     descriptor: str = "",
 ) -> torch.Tensor:
     name = "lightning_indexer"
@@ -46,6 +58,8 @@ def _fake(
     row = key_row(name, keys, q.shape[-1], descriptor)
     sizes |= check(name, q=(q, "B S H D"), keys=(keys, cache(block_table, row)))
     check_groups(name, q, keys, q_scales, descriptor)
+    if quantises_q:
+        check_quantised_by(name, q, keys, q_scales, descriptor)
     check_table(name, block_table, sizes["B"])
     check_integer(name, lengths=lengths)
     if rows and block_table is None:
@@ -73,6 +87,7 @@ def _cost(
     block_table: torch.Tensor | None = None,
     q_scales: torch.Tensor | None = None,
     rows: bool = False,
+    quantises_q: bool = False,
     descriptor: str = "",
 ) -> Cost:
     batch, tokens, heads, width = q.shape
@@ -89,7 +104,8 @@ OPERATOR = register(
         name="lightning_indexer",
         signature=(
             "(Tensor q, Tensor keys, Tensor weights, Tensor? lengths=None, Tensor? mask=None, *, int k, float scale,"
-            ' Tensor? block_table=None, Tensor? q_scales=None, bool rows=False, str descriptor="") -> Tensor'
+            " Tensor? block_table=None, Tensor? q_scales=None, bool rows=False, bool quantises_q=False,"
+            ' str descriptor="") -> Tensor'
         ),
         summary="score the index keys, weigh the heads, list the top k",
         documentation=__doc__,

@@ -8,15 +8,16 @@ With s = sigmoid(logits) and c = s + bias (the bias steers the choice alone), fo
     h_i = act(gate_up_i[:I] x_n, gate_up_i[I:] x_n);  routed_n = sum_i p_i down_i h_i
     out_n = up (norm_weight * routed_n * rsqrt(mean(routed_n^2) + eps))      (``up`` alone without ``norm_weight``)
     out_n = out_n + shared_down act(shared_gate_n, shared_up_n)              (the shared experts, with shared_down)
+    out_n = out_n + residual_n                                               (with ``residual``)
 
 act(g, u) = silu(g) u as ``swiglu``; beta tanh(g / beta) sigmoid(g) linear_beta tanh(u / linear_beta) as ``situ``, where
 ``linear_beta`` None leaves u as it is. A ``limit`` bounds g from above and u on both sides first. Norm and ``up`` come
 behind the weighted sum: the norm is not linear.
 
 Shapes: x [N, D]; logits [N, E]; bias [E]; gate_up [E, 2 I, D]; down [E, D, I]; norm_weight [D]; up [d, D];
-shared_gate and shared_up [N, J]; shared_down [d, J], with d = D without ``up``. Logits and bias in fp32, the rest in
-one float type. Arithmetic in fp32, one rounding. Returns (out [N, d] in the type of x, the chosen experts int32
-[N, picks] in the order of the choice).
+shared_gate and shared_up [N, J]; shared_down [d, J]; residual [N, d]; d = D without ``up``. Logits and bias in fp32,
+the rest in one float type. Arithmetic in fp32, one rounding. Returns (out [N, d] in the type of x, the chosen experts
+int32 [N, picks] in the order of the choice).
 
 Source: the Kimi K3 technical report, equation 11, and the router of DeepSeek-V3. Errors: none at run time; the fake
 implementation raises ValueError for operands that do not fit each other, more picks than experts and an unknown
@@ -45,6 +46,7 @@ def _fake(
     shared_gate: Tensor | None = None,
     shared_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    residual: Tensor | None = None,
     *,
     picks: int,
     renormalize: bool,
@@ -69,6 +71,7 @@ def _fake(
         shared_gate=(shared_gate, "N J"),
         shared_up=(shared_up, "N J"),
         shared_down=(shared_down, "d J" if up is not None else "D J"),
+        residual=(residual, "N d" if up is not None else "N D"),
     )
     _check_operands(gate_up, norm_weight, up, (shared_gate, shared_up, shared_down))
     if activation not in ACTIVATIONS:
@@ -109,6 +112,7 @@ def _cost(
     shared_gate: Tensor | None = None,
     shared_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    residual: Tensor | None = None,
     *,
     picks: int,
     **attributes: object,
@@ -120,7 +124,7 @@ def _cost(
     weights = round(busy / experts * nbytes(gate_up, down))
     outer = width if up is None else up.shape[0]
     dense = (0 if up is None else up.numel()) + (0 if shared_down is None else shared_down.numel())
-    moved = nbytes(x, logits, bias, norm_weight, up, shared_gate, shared_up, shared_down)
+    moved = nbytes(x, logits, bias, norm_weight, up, shared_gate, shared_up, shared_down, residual)
     written = tokens * outer * x.element_size() + 4 * pairs
     flops = 6 * pairs * inner * width + 2 * tokens * dense + 8 * pairs * inner + 4 * tokens * experts
     return Cost(bytes=weights + moved + written, flops=flops)
@@ -131,8 +135,8 @@ OPERATOR = register(
         name=_NAME,
         signature=(
             "(Tensor x, Tensor logits, Tensor? bias, Tensor gate_up, Tensor down, Tensor? norm_weight=None,"
-            " Tensor? up=None, Tensor? shared_gate=None, Tensor? shared_up=None, Tensor? shared_down=None, *,"
-            " int picks, bool renormalize, float scale=1.0, int groups=1, int group_picks=1,"
+            " Tensor? up=None, Tensor? shared_gate=None, Tensor? shared_up=None, Tensor? shared_down=None,"
+            " Tensor? residual=None, *, int picks, bool renormalize, float scale=1.0, int groups=1, int group_picks=1,"
             " str activation='swiglu', float beta=1.0, float? linear_beta=None, float? limit=None,"
             " float eps=1e-5) -> (Tensor, Tensor)"
         ),

@@ -120,6 +120,19 @@ def check_groups(
         )
 
 
+def check_quantised_by(
+    operator: str, q: torch.Tensor, keys: torch.Tensor, q_scales: torch.Tensor | None, descriptor: str
+) -> None:
+    """Raise ValueError unless ``operator`` can put the queries into the groups of its keys itself."""
+    packed = parse_descriptor(descriptor) if descriptor and keys.dtype == torch.uint8 else None
+    group = packed.group if isinstance(packed, IndexKeyDescriptor) else None
+    if q_scales is not None or group is None or not q.dtype.is_floating_point or q.dtype.itemsize == 1:
+        raise ValueError(
+            f"{operator}: quantises_q with q {q.dtype} and keys {descriptor!r}, want real queries without q_scales for "
+            "keys in groups"
+        )
+
+
 def latent_row(
     operator: str,
     latent: torch.Tensor,

@@ -164,8 +164,10 @@ def _clamp(a: Arithmetic, given: dict[str, Any]) -> Value:
 
 
 def _power(a: Arithmetic, given: dict[str, Any]) -> Value | None:
-    floating = given["self"].dtype.is_floating_point
-    return a.power(given["self"], float(given["exponent"])) if floating else None
+    base, exponent = given["self"], given["exponent"]
+    if not isinstance(base, Value) or not isinstance(exponent, int | float) or not base.dtype.is_floating_point:
+        return None  # a power of a number, or to one that is computed
+    return a.power(base, float(exponent))
 
 
 def _negative(a: Arithmetic, given: dict[str, Any]) -> Value:

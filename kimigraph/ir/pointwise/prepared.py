@@ -6,11 +6,11 @@ from torch.fx import Node
 
 from kimigraph.ir.cost import VECTOR, Work
 from kimigraph.ir.pointwise.loops import MOST_HELD, Loops
-from kimigraph.ir.pointwise.values import Value, is_column
+from kimigraph.ir.pointwise.values import PRODUCT, Value, is_column
 from kimigraph.ir.pointwise.views import shape_of
 
 LONG = 4096
-"""Elements of prepared rows from which a program takes eight warps."""
+"""Elements of prepared rows, padded to powers of two, from which fewer programs prepare them."""
 
 
 def prepared_work(loops: Loops) -> Work:
@@ -28,13 +28,18 @@ def prepared_work(loops: Loops) -> Work:
 
 
 def programs_at_most(loops: Loops) -> int:
-    """How many programs prepare rows for themselves: four for each multiprocessor of an H200, two of long rows."""
-    return 264 if has_long_rows(loops) else 528
+    """How many programs prepare rows for themselves: four for each multiprocessor of an H200, three of long rows."""
+    return 396 if has_long_rows(loops) else 528
 
 
 def has_long_rows(loops: Loops) -> bool:
-    """Whether rows take eight warps."""
+    """Whether prepared rows are long."""
     return sum(1 << (depth.extent - 1).bit_length() for depth in loops.depths) >= LONG
+
+
+def weights_multiplied(loops: Loops) -> int:
+    """With how many weights prepared rows are multiplied, for each of the rows."""
+    return loops.lines * len({value.args[1].number for value in loops.values if value.op == PRODUCT})
 
 
 def is_streamed(loops: Loops) -> bool:

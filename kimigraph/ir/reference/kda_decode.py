@@ -16,6 +16,7 @@ def kda_decode(
     out_gate: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
+    gate_weight: torch.Tensor | None = None,
     *,
     scale: float,
     l2_eps: float = 1e-6,
@@ -29,12 +30,14 @@ def kda_decode(
         entries = slots.clamp_min(0).long()
         own_conv, own_state = conv_state[entries], state[entries]
         out = kda_decode(
-            qkv, conv_weight, own_conv, gate, dt_bias, a_log, beta, own_state, out_gate, norm_weight,
+            qkv, conv_weight, own_conv, gate, dt_bias, a_log, beta, own_state, out_gate, norm_weight, None, gate_weight,
             scale=scale, l2_eps=l2_eps, lower_bound=lower_bound, norm_eps=norm_eps, state_layout=state_layout,
         )  # fmt: skip
         conv_state[entries[live]] = own_conv[live]
         state[entries[live]] = own_state[live]
         return torch.where(live.reshape(-1, 1, 1, 1), out, torch.zeros_like(out))
+    if gate_weight is not None:
+        gate = gate.float() @ gate_weight.float().t()
     batch, tokens = qkv.shape[:2]
     heads, history, width = a_log.numel(), conv_state.shape[-1], conv_weight.shape[-1]
     key_dim = gate.shape[-1] // heads if gate.dim() == 3 else gate.shape[-1]

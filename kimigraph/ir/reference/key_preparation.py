@@ -1,4 +1,4 @@
-"""What the cache writers do to a row before it is stored: layer norm, rotation. Bits do not depend on how sums run."""
+"""What the cache writers do to a row before it is stored: a norm, rotation. Bits do not depend on how sums run."""
 
 import torch
 
@@ -13,6 +13,14 @@ def layer_normed(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
     scale = (1.0 / (spread + eps).sqrt()).float()
     normed = (x.float() - mean.float()) * scale * weight.float()
     return normed if bias is None else normed + bias.float()
+
+
+def root_mean_square_normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """RMS norm over the last dim in fp32; the mean of squares is an fp64 sum, which any order of adding gives alike."""
+    if weight is None:
+        return x
+    scale = (1.0 / (x.double().square().mean(dim=-1, keepdim=True) + eps).sqrt()).float()
+    return x.float() * scale * weight.float()
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, style: str) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from kimigraph.ir.reference.cache_bytes import latent_bytes
 from kimigraph.ir.reference.cache_places import cache_places
-from kimigraph.ir.reference.key_preparation import rotated
+from kimigraph.ir.reference.key_preparation import root_mean_square_normed, rotated
 
 
 def latent_write(
@@ -18,11 +18,13 @@ def latent_write(
     *,
     rope_style: str = "none",
     block_table: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
     descriptor: str = "",
 ) -> None:
     """See ``kimigraph.ir.operators.latent_write``: every position is checked before the first row is written."""
     sequence, token, block, row = cache_places("latent_write", latent, positions, block_table)
-    new = values[sequence, token]
+    new = root_mean_square_normed(values[sequence, token], norm_weight, norm_eps)
     turned = None if rope_values is None else rotated(rope_values, cos, sin, rope_style)
     new_rope = None if turned is None else turned[sequence, token]
     if latent.dtype == torch.uint8:

@@ -5,7 +5,7 @@ import math
 import torch
 
 from kimigraph.ir.reference.cache_bytes import descriptor_fields, read_index_keys
-from kimigraph.ir.reference.mxfp8_quantize import mxfp8_dequantize
+from kimigraph.ir.reference.mxfp8_quantize import mxfp8_dequantize, mxfp8_quantize
 
 
 def lightning_indexer(
@@ -20,6 +20,7 @@ def lightning_indexer(
     block_table: torch.Tensor | None = None,
     q_scales: torch.Tensor | None = None,
     rows: bool = False,
+    quantises_q: bool = False,
     descriptor: str = "",
 ) -> torch.Tensor:
     """See ``kimigraph.ir.operators.lightning_indexer``: scores, then the exact set of the first k, listed ascending."""
@@ -27,8 +28,11 @@ def lightning_indexer(
     total = page if block_table is None else block_table.shape[1] * page
     if keys.dtype == torch.uint8:
         keys = read_index_keys(keys, descriptor)
+    fields = descriptor_fields(descriptor)
+    if quantises_q:
+        q, q_scales = mxfp8_quantize(q, group=int(fields["group"]))
     if q_scales is not None:
-        q = mxfp8_dequantize(q, q_scales, group=int(descriptor_fields(descriptor)["group"]))
+        q = mxfp8_dequantize(q, q_scales, group=int(fields["group"]))
     visible = torch.ones(batch, tokens, total, dtype=torch.bool, device=q.device)
     if block_table is not None:
         keys = keys[block_table.clamp_min(0).long()].flatten(1, 2)

@@ -15,6 +15,7 @@ def moe_experts(
     shared_gate: Tensor | None = None,
     shared_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    residual: Tensor | None = None,
     *,
     picks: int,
     renormalize: bool,
@@ -48,6 +49,8 @@ def moe_experts(
     if shared_gate is not None and shared_up is not None and shared_down is not None:
         hidden = gated(shared_gate.float(), shared_up.float(), activation, beta, linear_beta, limit)
         out = out + hidden @ shared_down.float().t()
+    if residual is not None:
+        out = out + residual.float()
     return out.to(x.dtype), chosen.to(torch.int32).clone(memory_format=torch.contiguous_format)
 
 

@@ -1,15 +1,15 @@
-"""What a Kimi K3.1 model carries from step to step: a flat dict of tensors, updated in place."""
+"""What a Kimi K3 or K3.1 model carries from step to step: a flat dict of tensors, updated in place."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kimigraph.models.kimi_k31.configuration import KimiK31Config
+from kimigraph.models.kimi_k31.configuration import KimiConfig, KimiK31Config
 
 
 def new_cache(
-    config: KimiK31Config,
+    config: KimiConfig,
     batch: int,
     context: int,
     dtype: torch.dtype | None = None,
@@ -17,28 +17,24 @@ def new_cache(
 ) -> dict[str, Tensor]:
     """Zeroed caches for ``batch`` sequences of up to ``context`` tokens, in ``dtype`` (default: the configuration's).
 
-    A DSA layer has ``cache.<layer>.latent`` [B, T, kv_lora_rank], ``.rope`` [B, T, qk_rope_head_dim] and ``.index_key``
-    [B, T, index_head_dim]; a KDA layer ``state.<layer>.kda`` fp32 [B, H, V, K] and ``state.<layer>.conv``
-    [B, 3 * H * K, W - 1]. Layers are 0-based.
+    An MLA layer has ``cache.<layer>.latent`` [B, T, kv_lora_rank] and ``.rope`` [B, T, qk_rope_head_dim], and in K3.1
+    ``.index_key`` [B, T, index_head_dim]; a KDA layer ``state.<layer>.kda`` fp32 [B, H, V, K] and
+    ``state.<layer>.conv`` [B, 3 * H * K, W - 1]. Layers are 0-based.
     """
     dtype = dtype or config.torch_dtype
     linear = config.linear_attn_config
-    heads, width = linear.num_heads, linear.head_dim
-    channels, columns = 3 * heads * width, linear.short_conv_kernel_size - 1
+    heads, head_dim = linear.num_heads, linear.head_dim
+    channels, columns = 3 * heads * head_dim, linear.short_conv_kernel_size - 1
     cache: dict[str, Tensor] = {}
     for layer in range(config.num_hidden_layers):
-        if layer in config.dsa_layers:
-            cache[f"cache.{layer}.latent"] = torch.zeros(
-                batch, context, config.kv_lora_rank, dtype=dtype, device=device
-            )
-            cache[f"cache.{layer}.rope"] = torch.zeros(
-                batch, context, config.qk_rope_head_dim, dtype=dtype, device=device
-            )
-            cache[f"cache.{layer}.index_key"] = torch.zeros(
-                batch, context, config.index_head_dim, dtype=dtype, device=device
-            )
+        if layer in config.latent_layers:
+            widths = {"latent": config.kv_lora_rank, "rope": config.qk_rope_head_dim}
+            if isinstance(config, KimiK31Config):
+                widths["index_key"] = config.index_head_dim
+            for part, width in widths.items():
+                cache[f"cache.{layer}.{part}"] = torch.zeros(batch, context, width, dtype=dtype, device=device)
         else:
-            cache[f"state.{layer}.kda"] = torch.zeros(batch, heads, width, width, device=device)
+            cache[f"state.{layer}.kda"] = torch.zeros(batch, heads, head_dim, head_dim, device=device)
             cache[f"state.{layer}.conv"] = torch.zeros(batch, channels, columns, dtype=dtype, device=device)
     return cache
 

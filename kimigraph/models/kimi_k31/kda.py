@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kimigraph.models.kimi_k31.configuration import KimiK31Config
+from kimigraph.models.kimi_k31.configuration import KimiConfig
 from kimigraph.models.kimi_k31.delta_rule import (
     chunk_kimi_delta_attention,
     kimi_delta_attention_step,
@@ -28,7 +28,7 @@ class ShortConvolution(nn.Module):
 class KimiDeltaAttention(nn.Module):
     """One KDA layer. A single token takes the flat step; more tokens the chunk form. Both continue from the states."""
 
-    def __init__(self, config: KimiK31Config) -> None:
+    def __init__(self, config: KimiConfig) -> None:
         super().__init__()
         linear, dtype, hidden = config.linear_attn_config, config.torch_dtype, config.hidden_size
         self.heads = linear.num_heads

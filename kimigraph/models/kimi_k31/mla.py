@@ -1,4 +1,4 @@
-"""Gated multi-head latent attention without rotary positions, over the slots that the indexer picks.
+"""Gated multi-head latent attention without rotary positions, over all slots or those that an indexer picks.
 
 Source: the Kimi K3 technical report (the gate, no positions), DeepSeek-V3.2-Exp (the sparsity). As in public code the
 keys are expanded over the whole cache and the picks become a mask; making it sparse is the compiler's work.
@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from kimigraph.models.kimi_k31.cache import Positions
-from kimigraph.models.kimi_k31.configuration import KimiK31Config
+from kimigraph.models.kimi_k31.configuration import KimiConfig, KimiK31Config
 from kimigraph.models.kimi_k31.indexer import Indexer
 from kimigraph.models.kimi_k31.normalization import RMSNorm
 
 
-class SparseLatentAttention(nn.Module):
-    """One DSA layer's attention. A query has ``qk_nope_head_dim`` dims for its own head's keys, then the shared."""
+class LatentAttention(nn.Module):
+    """One MLA layer: sparse (DSA) in K3.1, dense in K3. A query has ``qk_nope_head_dim`` dims for its own head's keys,
+    then the shared."""
 
-    def __init__(self, config: KimiK31Config) -> None:
+    def __init__(self, config: KimiConfig) -> None:
         super().__init__()
         dtype, hidden, eps = config.torch_dtype, config.hidden_size, config.rms_norm_eps
         self.heads = config.num_attention_heads
@@ -36,12 +37,20 @@ class SparseLatentAttention(nn.Module):
         if config.mla_use_output_gate:
             self.g_proj = nn.Linear(hidden, self.heads * self.value_dim, bias=False, dtype=dtype)
         self.o_proj = nn.Linear(self.heads * self.value_dim, hidden, bias=False, dtype=dtype)
-        self.indexer = Indexer(config)
+        self.indexer = Indexer(config) if isinstance(config, KimiK31Config) else None
 
     def forward(
-        self, x: Tensor, positions: Positions, latent_cache: Tensor, rope_cache: Tensor, index_keys: Tensor
+        self,
+        x: Tensor,
+        positions: Positions,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        index_keys: Tensor | None = None,
     ) -> Tensor:
-        """``x`` [B, S, d]; the three caches [B, T, .] take the new tokens in place. Returns [B, S, d]."""
+        """``x`` [B, S, d]; the caches [B, T, .] (index keys where there is an indexer) take the new tokens in place.
+
+        Returns [B, S, d].
+        """
         query_latent = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(query_latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
@@ -50,9 +59,11 @@ class SparseLatentAttention(nn.Module):
         ropes = positions.write(rope_cache, rope)
         keys, values = self.expand(latents, ropes)
 
-        picks = self.indexer(x, query_latent, positions, index_keys)
-        picked = torch.zeros_like(positions.visible).scatter(-1, picks, True)
-        hidden = ~(picked & positions.visible).unsqueeze(1)
+        seen = positions.visible
+        if self.indexer is not None:
+            picks = self.indexer(x, query_latent, positions, index_keys)
+            seen = torch.zeros_like(seen).scatter(-1, picks, True) & seen
+        hidden = ~seen.unsqueeze(1)
 
         scores = torch.matmul(q, keys.transpose(-1, -2)) * self.scale
         weights = torch.softmax(scores.float().masked_fill(hidden, float("-inf")), dim=-1)

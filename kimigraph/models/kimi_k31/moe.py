@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kimigraph.models.kimi_k31.configuration import KimiK31Config
+from kimigraph.models.kimi_k31.configuration import KimiConfig
 from kimigraph.models.kimi_k31.normalization import RMSNorm
 
 
@@ -28,7 +28,7 @@ class SiTU(nn.Module):
         return (activated * linear).to(gate.dtype)
 
 
-def activation(config: KimiK31Config) -> SiTU:
+def activation(config: KimiConfig) -> SiTU:
     """The activation that the configuration names."""
     return SiTU(config.activation_situ_beta, config.activation_situ_linear_beta)
 
@@ -36,7 +36,7 @@ def activation(config: KimiK31Config) -> SiTU:
 class MLP(nn.Module):
     """``down(SiTU(gate(x), up(x)))`` for ``x`` [.., hidden_size]."""
 
-    def __init__(self, config: KimiK31Config, width: int) -> None:
+    def __init__(self, config: KimiConfig, width: int) -> None:
         super().__init__()
         dtype, hidden = config.torch_dtype, config.hidden_size
         self.gate_proj = nn.Linear(hidden, width, bias=False, dtype=dtype)
@@ -52,7 +52,7 @@ class MLP(nn.Module):
 class Router(nn.Module):
     """Which experts a token goes to: sigmoid scores in fp32, a bias that steers the selection alone."""
 
-    def __init__(self, config: KimiK31Config) -> None:
+    def __init__(self, config: KimiConfig) -> None:
         super().__init__()
         self.topk = config.num_experts_per_token
         self.renormalize = config.moe_renormalize
@@ -78,7 +78,7 @@ class Experts(nn.Module):
     and type are static, so one of the three forms is captured.
     """
 
-    def __init__(self, config: KimiK31Config) -> None:
+    def __init__(self, config: KimiConfig) -> None:
         super().__init__()
         count, inner, outer = config.num_experts, config.moe_intermediate_size, config.routed_expert_hidden_size
         self.count = count
@@ -124,7 +124,7 @@ class Experts(nn.Module):
 class LatentMoE(nn.Module):
     """``shared(x) + up(norm(sum_i p_i expert_i(down(x))))``: routed experts work in a narrower latent space."""
 
-    def __init__(self, config: KimiK31Config) -> None:
+    def __init__(self, config: KimiConfig) -> None:
         super().__init__()
         dtype, hidden, latent = config.torch_dtype, config.hidden_size, config.routed_expert_hidden_size
         self.gate = Router(config)

@@ -63,6 +63,22 @@ def test_norms_of_different_widths_become_one_launch(weighted: Any, run_all: Any
     same(run_all, program, inputs, wanted)
 
 
+def test_small_products_of_different_sizes_become_one_launch(weighted: Any, run_all: Any, context: PassContext) -> None:
+    """Each with rows, a depth and a number of columns of its own."""
+    bf16 = torch.bfloat16
+    inputs = [draw(2, 48, dtype=bf16), draw(1, 32, dtype=bf16), draw(24, 48, dtype=bf16), draw(40, 32, dtype=bf16)]
+
+    def step(x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
+        linear = torch.nn.functional.linear
+        return linear(x, a), linear(y, b) * 2
+
+    program = weighted(step, *inputs, weights=2)
+    wanted = run_all(program, *inputs)
+    assert run_passes(program, context).statistics == {"merged": 1, "launches saved": 1}
+    assert graph_launches(program.graph_module.graph) == 1
+    same(run_all, program, inputs, wanted)
+
+
 def test_chains_stay_in_order(weighted: Any, run_all: Any, context: PassContext) -> None:
     """A norm, a product, another norm: the second waits for the first."""
     inputs = [draw(2, 32), draw(32, 32), draw(32), draw(32)]

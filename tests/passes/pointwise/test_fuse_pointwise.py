@@ -234,3 +234,14 @@ def test_a_power_without_a_kernel_stays_apart(exponent: float, fuse: Any) -> Non
     x = torch.arange(6) if exponent == 2 else torch.rand(6)
     program = fuse(lambda x: x**exponent + 1, x)
     assert regions(program.graph_module.graph) == []
+
+
+def test_a_number_raised_to_a_tensor_stays_apart(fuse: Callable[..., CapturedProgram]) -> None:
+    """``theta ** -exponents`` of rotary positions: no kernel has it, and what surrounds it still fuses."""
+
+    def angles(x: Tensor) -> Tensor:
+        return (10000.0 ** -(x.sin() * 2.0)).cos() * 3.0
+
+    program = fuse(angles, torch.rand(4, 8))
+    names = [str(node.target) for node in program.graph_module.graph.nodes if node.op == "call_function"]
+    assert any("aten.pow.Scalar" in name for name in names) and len(regions(program.graph_module.graph)) == 2

@@ -7,10 +7,12 @@ import torch
 from torch.fx import Interpreter
 
 from kimigraph.ir.cache_formats import cache_bill, given_to, left_in
+from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.script import make_inputs
 from kimigraph.ir.verifier import verify
+from kimigraph.passes import PassContext, Pipeline, run_pipeline
 
 LATENT_ONLY = """
 [roles]
@@ -32,8 +34,8 @@ def test_off_leaves_everything(quantise, fused):
     assert not record.result.modified and program.inputs == fused.inputs and record.result.remarks == ()
 
 
-@pytest.mark.parametrize(("policy", "quantiser"), [("article", "mxfp8_quantize"), ("deepseek", "fp8_quantize")])
-def test_inputs_writers_and_readers_change_together(quantise, fused, policy, quantiser):
+@pytest.mark.parametrize("policy", ["article", "deepseek"])
+def test_inputs_writers_and_readers_change_together(quantise, fused, policy):
     program, record = quantise(policy)
     latent, key = spec_of(program, "cache.3.latent"), spec_of(program, "cache.3.index_key")
     assert latent.dtype == key.dtype == "uint8" and latent.parts == (
@@ -47,7 +49,11 @@ def test_inputs_writers_and_readers_change_together(quantise, fused, policy, qua
     for name in ("index_key_write", "lightning_indexer"):
         [node] = calls(program, name)
         assert node.kwargs["descriptor"] == key.descriptor
-    assert len(calls(program, quantiser)) == 1 and calls(program, "lightning_indexer")[0].meta["selects"]
+    [indexer] = calls(program, "lightning_indexer")
+    quantisers = calls(program, "fp8_quantize"), calls(program, "mxfp8_quantize")
+    # MXFP8 queries that one indexer reads it quantises itself; those of whole heads have their scales in the weights.
+    assert [len(some) for some in quantisers] == ([0, 0] if policy == "article" else [1, 0])
+    assert bool(indexer.kwargs.get("quantises_q")) == (policy == "article") and indexer.meta["selects"]
     assert program.in_spec.num_leaves == fused.in_spec.num_leaves - 1
     assert len(program.info["argument_leaves"]) == program.in_spec.num_leaves
     assert [remark.kind for remark in record.result.remarks] == ["passed", "passed", "note"]
@@ -78,9 +84,67 @@ def test_one_query_of_two_indexers_is_quantised_once(quantise, fused):
     assert len(calls(program, "mxfp8_quantize")) == 1 and len(calls(program, "lightning_indexer")) == 2
 
 
+def rotated(kind):
+    return "rotation = 'hadamard'\n" + INDEX.format(kind, 32)
+
+
+def outputs(program, named):
+    given = [tensor.clone() for tensor in given_to(program.inputs, named)]
+    with torch.no_grad():
+        return Interpreter(program.graph_module).run(*given)
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8"])
+def test_the_rotation_of_queries_goes_into_their_weight(quantise, fused, kind):
+    """The keys are turned as they are written, the queries as their product is: nothing turns at run time."""
+    program, _ = quantise(rotated(kind))
+    [turned], [indexer] = calls(program, "hadamard_rows"), calls(program, "lightning_indexer")
+    assert turned.meta["prepared"] and turned.args[0].name.endswith("indexer_wq_b_weight")
+    assert indexer.kwargs["descriptor"].endswith("rotation=hadamard}")
+    assert not any(node.kwargs.get("rotate") for node in calls(program, f"{kind}_quantize"))
+    tensors = make_inputs(fused.inputs, {}, 3)
+    named = {spec.source: tensor for spec, tensor in zip(fused.inputs, tensors, strict=True)}
+    plain = quantise(INDEX.format(kind, 32))[0]
+    names = [spec.source for spec in program.outputs]
+    got, want = outputs(program, named), outputs(plain, named)
+    assert names and (got[0] - want[0]).norm() / want[0].norm() < 0.2
+
+
+def test_a_query_that_something_else_reads_is_turned_by_its_quantiser(quantise, fused):
+    program = fused.copy()
+    graph = program.graph_module.graph
+    [indexer] = calls(program, "lightning_indexer")
+    product = indexer.args[0].args[0]
+    with graph.inserting_after(product):
+        total = graph.call_function(torch.ops.aten.sum.default, (product,))
+    total.meta["val"] = product.meta["val"].sum()
+    output = graph.output_node()
+    output.args = ((*output.args[0], total),)
+    program.outputs = (*program.outputs, replace(program.outputs[0], name=total.name, source="total"))
+    program, _ = quantise(rotated("mxfp8"), program)
+    [quantiser], [indexer] = calls(program, "mxfp8_quantize"), calls(program, "lightning_indexer")
+    assert quantiser.kwargs["rotate"] and "quantises_q" not in indexer.kwargs and not calls(program, "hadamard_rows")
+
+
 def run(program, tensors):
     with torch.no_grad():
         return Interpreter(program.graph_module).run(*tensors)
+
+
+@pytest.mark.parametrize("policy", ["article", "deepseek"])
+def test_pages_are_quantised_page_by_page(quantise, fused, policy):
+    """The paged layout under a policy: planes of a page's keys and scales, found through the same block table."""
+    program = fused.copy()
+    paged = CompileConfig(target="cpu:reference", batch=2, context=32, cache_layout="paged", page_size=8)
+    run_pipeline(program, Pipeline.parse("page-caches"), PassContext(paged))
+    program, record = quantise(policy, program)
+    latent, key = spec_of(program, "cache.3.latent"), spec_of(program, "cache.3.index_key")
+    assert latent.shape == (9, 8, 68) and key.shape[:2] == (9, 8) and {latent.dtype, key.dtype} == {"uint8"}
+    assert all("layout=paged" in spec.descriptor and "page_size=8" in spec.descriptor for spec in (latent, key))
+    for name in ("latent_write", "index_key_write", "lightning_indexer"):
+        [node] = calls(program, name)
+        assert node.kwargs["block_table"] is program.placeholders["block_table"]
+    assert record.result.statistics["quantised"] == 2
 
 
 def test_latents_alone_leave_the_picks_bit_by_bit(quantise, fused):

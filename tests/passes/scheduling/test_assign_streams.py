@@ -9,15 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import INPUTS, KINDS, SIZE, Built, Steps, build, is_safe, reached, steps_of
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
 
 from kimigraph.cli.compile import configurations, parameters
 from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.dependences import work_dependences
 from kimigraph.ir.device import target_device
+from kimigraph.ir.fake import infer
+from kimigraph.ir.program import InputSpec
 from kimigraph.ir.remarks import PassResult
 from kimigraph.ir.schedule import HappensBefore, stream_of, summarize, waits_of
 from kimigraph.passes.assign_streams import AssignStreams
 from kimigraph.passes.base import PassContext
+from kimigraph.passes.scheduling.halves import Halves, half_batches
 from kimigraph.passes.verify_schedule import VerifySchedule
 
 CONTEXT = PassContext(CompileConfig(target="cuda"))
@@ -173,3 +178,39 @@ def test_kernels_that_keep_counters_never_run_at_once() -> None:
     graph.output((first, second))
     assert is_one_at_a_time(first)
     assert [(item.first, item.kind) for item in work_dependences(graph)[second]] == [(first, "one at a time")]
+
+
+def test_half_batches_are_priced_by_what_both_halves_read() -> None:
+    """Two products of one weight each: the second read of the weight against the launches that a half hides."""
+
+    def priced(rows: int, columns: int) -> Halves:
+        graph = Graph()
+        with FakeTensorMode() as mode:
+            x = graph.placeholder("x")
+            x.meta["val"] = mode.from_tensor(torch.empty(rows, columns, device="meta"))
+            specs = {"x": InputSpec("x", "input", "x", (rows, columns), (columns, 1), "float32")}
+            for name in ("first", "second"):
+                weight = graph.placeholder(name)
+                weight.meta["val"] = mode.from_tensor(torch.empty(columns, columns, device="meta"))
+                specs[name] = InputSpec(name, "weight", name, (columns, columns), (columns, 1), "float32")
+        left = x
+        for name in ("first", "second"):
+            weight = next(node for node in graph.nodes if node.name == name)
+            left = graph.call_function(torch.ops.aten.mm.default, (left, weight))
+            infer(left)
+        graph.output((left,))
+        return half_batches(work_dependences(graph), specs, CONTEXT.device)
+
+    small, large = priced(2**16, 64), priced(8, 4096)
+    assert small.weights == 2 * 64 * 64 * 4 and small.may_pay
+    assert large.weights == 2 * 4096 * 4096 * 4 and not large.may_pay
+    assert large.halves > large.whole and "as much as hidden launches save, or more" in large.describe(CONTEXT.device)
+
+
+def test_a_batch_of_several_gets_the_price_of_its_halves() -> None:
+    built = build(DIAMOND)
+    assert not any("half-batches" in remark.message for remark in assign(built, force=True).remarks)
+    built.program.info["batch"] = 8
+    assert any("half-batches take at least" in remark.message for remark in assign(built, force=True).remarks)
+    built.program.info["tokens"] = 64
+    assert any("half-batches take at least" in remark.message for remark in assign(built).remarks)

@@ -13,6 +13,8 @@ from torch.fx import Graph, Node
 
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import CompileError
+from kimigraph.ir.launch_memory import Allocation
+from kimigraph.ir.lifetimes import Lifetimes, NewTensor
 from kimigraph.passes.assign_streams import AssignStreams
 from kimigraph.passes.base import PassContext
 from kimigraph.passes.manager import run_pipeline
@@ -86,7 +88,8 @@ def test_random_plans_pass_exactly_when_no_byte_is_taken_too_early(steps: Steps,
 @given(steps_of)
 def test_planned_memory_passes_and_swapped_buffers_pass_exactly_when_they_are_safe(steps: Steps) -> None:
     built = forked(steps)
-    PlanMemory().apply(built.program, CONTEXT)
+    figures = PlanMemory().apply(built.program, CONTEXT).statistics
+    assert figures["lower bound"] <= figures["arena bytes"] <= 1.1 * figures["lower bound"]
     plan = plan_of(built)
     assert is_safe(built, plan) and accepted(built)
     clear_call_buffers(built)
@@ -99,6 +102,31 @@ def test_planned_memory_passes_and_swapped_buffers_pass_exactly_when_they_are_sa
     set_plan(built, plan)
     for node, name in without_each_wait(built):
         assert accepted(built) == is_safe(built, plan), (node, name)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps_of, st.sampled_from([1, 2, 3]), st.data())
+def test_scratch_is_planned_beside_all_that_its_call_touches(steps: Steps, streams: int, data: st.DataObject) -> None:
+    """By brute force over pairs of the plan's own tensors, and by the checker, which shares no code with the plan."""
+    built = forked(steps, streams)
+    for node in built.work:
+        pieces = data.draw(st.integers(0, 3))
+        node.meta["allocations"] = tuple(Allocation(NBYTES, None) for _ in range(pieces)) + tuple(
+            Allocation(NBYTES, number) for number in range(2)
+        )
+    figures = PlanMemory().apply(built.program, CONTEXT).statistics
+    assert figures["arena bytes"] <= 1.1 * figures["lower bound"]
+    lifetimes = Lifetimes(built.graph)
+    for first, one in enumerate(lifetimes.tensors):
+        for second, other in enumerate(lifetimes.tensors[:first]):
+            apart = _ended_before(lifetimes, other, one) or _ended_before(lifetimes, one, other)
+            assert (second in lifetimes.conflicts[first]) != apart
+    assert accepted(built)
+
+
+def _ended_before(lifetimes: Lifetimes, first: NewTensor, second: NewTensor) -> bool:
+    before = lifetimes.order.before(second.maker)
+    return all(before & lifetimes.order.bit(node) for node in first.uses)
 
 
 def clear_call_buffers(built: Built) -> None:
