@@ -29,7 +29,7 @@ def rank_in_cluster():
 def meet_cluster():
     """Wait until all threads of the cluster have come here; what they wrote to shared memory can then be read.
 
-    The release waits for global memory, too, for long. Fences of shared memory alone were no faster, and launches failed.
+    The release waits for global memory, too. Fences of shared memory alone were no faster, and a launch failed.
     """
     tl.inline_asm_elementwise(
         "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; // $0",
