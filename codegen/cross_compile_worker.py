@@ -8,7 +8,7 @@ why.
 """
 
 import json
-import os
+import linecache
 import re
 import subprocess
 import sys
@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, cast
 
 UNSUPPORTED = 2
+FILE = "kernels.py"
 
 
 def main() -> int:
@@ -32,12 +33,11 @@ def main() -> int:
         print(f"target cuda:sm_{arch}: Triton {triton.__version__} builds {names}; choose one of them", file=sys.stderr)
         return UNSUPPORTED
     print("[]", flush=True)
-    os.chdir(directory)  # files are named from here: a cubin holds that name, and not where it was built
     modules: dict[str, ModuleType] = {}
     for job in chain(request.get("jobs", ()), map(json.loads, sys.stdin)):
         try:
             if job["source"] not in modules:
-                modules[job["source"]] = import_file(Path(job["source"]), len(modules))
+                modules[job["source"]] = import_file(directory / job["source"])
             written = compile_job(job, modules[job["source"]], directory)
         except Exception as error:
             reason = " ".join(str(innermost(error)).split())[-800:] or type(error).__name__
@@ -60,16 +60,18 @@ def tool(name: str) -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
-def import_file(path: Path, number: int) -> ModuleType:
-    """The kernel file as a module; Triton reads the functions' source through its path.
+def import_file(path: Path) -> ModuleType:
+    """The kernel file as a module, under one name for all.
 
-    Its time becomes a fixed one, as ptxas writes it into the table of lines.
+    File and module names are part of a cubin, and Triton hands out one cubin for equal functions of two files: which
+    file was compiled first must not show. Triton reads the functions' source through ``linecache``.
     """
-    os.utime(path, (0, 0))
-    module = ModuleType(f"kernels_{number}")
-    module.__file__ = str(path)
+    text = path.read_text(encoding="utf-8")
+    linecache.cache[FILE] = len(text), None, text.splitlines(keepends=True), FILE
+    module = ModuleType("kernels")
+    module.__file__ = FILE
     sys.modules[module.__name__] = module
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(module))
+    exec(compile(text, FILE, "exec"), vars(module))
     return module
 
 
