@@ -109,6 +109,9 @@ class Engine:
         sampling = sampling or origin.sampling
         if len(origin.tokens) >= sampling.max_new_tokens:
             raise UsageError(f"sequence {number} has {len(origin.tokens)} tokens already: allow its fork more")
+        if self._reading is not None and self.slots.free_slots < 2:
+            # The last free slot is where the sequence that is being read will sit.
+            raise PoolExhaustedError("slot", 1, self.slots.free_slots - 1, self.slots.slots, "max_batch")
         other = self.slots.fork(slot, self._room(len(origin.prompt), sampling))
         ends = origin.stop_ids if sampling.stop_ids is None else frozenset(sampling.stop_ids)
         self._count += 1

@@ -213,6 +213,7 @@ REQUESTS = {
     "residual_merge": residual(64, 1, op="attention_residual_merge"),
     "short_conv": convolution(),
     "experts_b1": experts(1),
+    "experts_b1_bare": experts(1, follows=False),
     "experts_b8": experts(8),
     "experts_b64": experts(64, follows=False),
     "experts_b1024": experts(1024, follows=False),
@@ -437,9 +438,9 @@ def test_experts_of_many_tokens_use_warp_group_products(built, name, functions):
 
 
 def test_tiles_of_a_prompt_and_weights_of_one_token_come_by_descriptors(built):
-    for name, function in (("experts_b1", "stream_experts"), ("experts_prompt", "open_rows")):
+    for name, function in (("experts_b1_bare", "stream_experts"), ("experts_prompt", "open_rows")):
         assert "UTMALDG" in instructions(built, name, function)
-    assert usage(built, "experts_b1", "stream_experts")["launch_cooperative_grid"]
+    assert usage(built, "experts_b1_bare", "stream_experts")["launch_cooperative_grid"]
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)

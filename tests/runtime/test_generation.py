@@ -224,6 +224,17 @@ def test_a_sequence_waits_for_pages_and_one_that_can_never_have_them_is_refused(
         small.submit([1] * 9, Sampling(max_new_tokens=3))
 
 
+def test_a_fork_leaves_the_slot_of_the_sequence_that_is_being_read():
+    running, _ = engine(SlotCaches(ROWS, 2), budget=2)
+    first = running.submit([1], Sampling(max_new_tokens=6))
+    running.step()
+    second = running.submit([2] * 5, Sampling(max_new_tokens=2))
+    running.step()
+    with pytest.raises(PoolExhaustedError):
+        running.fork(first)
+    assert drain(running)[second][0] == alone([2] * 5, Sampling(max_new_tokens=2))
+
+
 class Joining(RuleBasedStateMachine):
     """Sequences join, leave, are forked and aborted between steps; each must say what it says alone."""
 

@@ -25,13 +25,13 @@ WRONG_LIMIT = "canonicalize,commute{wrong=off-by-one-limit at=le},raise-kda"
 
 @pytest.fixture
 def outside(wrong: ModuleType, captured: CapturedProgram, monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
-    """The outside pass, installed; the model is captured once for all tests."""
+    """The outside pass, installed; the model is captured once for all tests, which may use their copies up."""
     registry = PassRegistry({**BUILT_IN, "commute": wrong.Commute})
     for module in ("registry", "pipeline"):
         monkeypatch.setattr(f"kimigraph.passes.{module}.default_registry", lambda: registry)
     assert registry_module.default_registry() is registry
     for user in ("compiler", "tools.investigate"):
-        monkeypatch.setattr(f"kimigraph.{user}.capture", lambda model, config, weights=True: captured)
+        monkeypatch.setattr(f"kimigraph.{user}.capture", lambda model, config, weights=True: captured.copy())
     yield
 
 
