@@ -15,8 +15,7 @@ from kimigraph.ir.cost import fused_work, serial_seconds, work_of
 from kimigraph.ir.dependences import Dependences
 from kimigraph.ir.device import Device
 from kimigraph.ir.launches import launches_of
-from kimigraph.ir.pointwise import Unfusable, lower
-from kimigraph.ir.pointwise.loops import is_known
+from kimigraph.ir.pointwise.loops import is_known, stands_alone
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.provenance import module_path, source_line
 from kimigraph.ir.regions import extract_region
@@ -107,13 +106,7 @@ def _is_candidate(node: Node) -> bool:
     """Whether the node is a pointwise region, or would be one by itself."""
     if node.op == "call_module":
         return node.meta.get("region") == "pointwise"
-    if not launches_of(node) or not is_known(node) or not node.all_input_nodes:
-        return False
-    try:
-        lower([node], [node])
-    except Unfusable:
-        return False
-    return True
+    return launches_of(node) > 0 and is_known(node) and bool(node.all_input_nodes) and stands_alone(node)
 
 
 def _pays(group: Sequence[Node], device: Device) -> bool:

@@ -154,10 +154,8 @@ def shared_programs(experts: Experts) -> int:
     return ceil_div(experts.tokens * experts.shared, SHARED_BLOCK)
 
 
-def finish_constants(
-    request: KernelRequest, experts: Experts, tile: Tile, parts: int, early: bool = False
-) -> dict[str, Any]:
-    """Constants of ``finish_experts``, for a launch that starts ``early`` or not; nothing where nothing follows."""
+def finish_constants(request: KernelRequest, experts: Experts, tile: Tile, parts: int) -> dict[str, Any]:
+    """Constants of ``finish_experts``; nothing where nothing follows."""
     up, down, residual = (request.tensors.get(name) for name in ("up", "shared_down", "residual"))
     constants = {
         "UP_STRIDE": (0, 0) if up is None else up.stride,
@@ -174,7 +172,6 @@ def finish_constants(
         "LINES": tile.lines,
         "STEP": tile.step,
         "DOT": tile.dot,
-        "EARLY": early,
     }
     return {"finish_experts": constants} if experts.finishes else {}
 

@@ -1,4 +1,4 @@
-"""The form of routed experts for one token on Hopper: one launch that streams all weights, one for what follows."""
+"""The form of bare routed experts for one token on Hopper: one launch that streams all weights."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,10 +8,6 @@ from kimigraph.codegen.specialize.lightning_indexer_split import shared_tile
 from kimigraph.codegen.specialize.moe_sizes import (
     Experts,
     activation,
-    finish_constants,
-    finish_grid,
-    finish_launches,
-    finish_tile,
     last_stride,
     open_strides,
     scratch_sizes,
@@ -20,7 +16,6 @@ from kimigraph.codegen.specialize.moe_sizes import (
 )
 from kimigraph.codegen.specialize.rendering import (
     ahead_of_time,
-    ceil_div,
     is_hopper,
     needed,
     padded,
@@ -60,49 +55,38 @@ def serves(request: KernelRequest, experts: Experts) -> bool:
 
 
 def build(request: KernelRequest, experts: Experts) -> KernelModule:
-    """For a request that ``serves`` accepts."""
+    """For a request that ``serves`` accepts, or one that only its longer rows keep from that."""
     programs = programs_at_once(request.target, 1)
-    finish = finish_tile(experts)
+    opened = open_strides(request)
     constants: dict[str, Any] = {
-        "stream_experts": {
-            **{name: value for name, value in open_strides(request).items() if name != "GATE_STRIDE"},
-            "LOGIT_STRIDE": needed(request, "logits").stride,
-            "BIAS_STRIDE": last_stride(request, "bias"),
-            "WIDTH": experts.width,
-            "INNER": experts.inner,
-            "SHARED": max(experts.shared, 1),
-            "SHARE": padded(ceil_div(experts.shared, programs)),
-            "EXPERTS": experts.count,
-            "PICKS": experts.picks,
-            "RENORMALIZE": bool(request.attributes["renormalize"]),
-            "SCALE": float(request.attributes["scale"]),
-            "EACH": max(padded(experts.count) // 32, 1),
-            **activation(request),
-            "PROGRAMS": programs,
-            "STAGES": STAGES,
-            "DEPTHS": padded(experts.width // 64),
-            "REGISTERS": REGISTERS,
-        },
-        **finish_constants(request, experts, finish, 1, early=True),
+        "X_STRIDE": opened["X_STRIDE"],
+        "LOGIT_STRIDE": needed(request, "logits").stride,
+        "BIAS_STRIDE": last_stride(request, "bias"),
+        "WIDTH": experts.width,
+        "INNER": experts.inner,
+        "EXPERTS": experts.count,
+        "PICKS": experts.picks,
+        "RENORMALIZE": bool(request.attributes["renormalize"]),
+        "SCALE": float(request.attributes["scale"]),
+        "EACH": max(padded(experts.count) // 32, 1),
+        **activation(request),
+        "PROGRAMS": programs,
+        "STAGES": STAGES,
+        "DEPTHS": padded(experts.width // 64),
+        "REGISTERS": REGISTERS,
     }
-    early = {"launch_pdl": True}
-    streamed = {"num_warps": WARPS, "maxnreg": MOST_REGISTERS, "launch_cooperative_grid": True, **early}
-    whole = {
-        "sizes": scratch_sizes(experts, 1),
-        "grids": {"finish": finish_grid(experts, finish)},
-        "options": {"stream": streamed, "finish": finish.options | early},
-        **constants,
-    }
+    options = {
+        "num_warps": WARPS, "maxnreg": MOST_REGISTERS, "launch_cooperative_grid": True, "launch_pdl": True
+    }  # fmt: skip
+    whole = {"sizes": scratch_sizes(experts, 1), "options": options, "stream_experts": constants}
     operands: dict[str, TensorSpec | str | None] = {
-        **take(dict(request.tensors), "x", "logits", "bias", "shared_gate", "shared_up"),
+        **take(dict(request.tensors), "x", "logits", "bias"),
         "inner": experts.dtype,
         "chosen": "int32",
-        "shared": experts.dtype if experts.shared else None,
-        "routed": "float32" if experts.finishes else experts.dtype,
+        "routed": experts.dtype,
         "arrivals": "int32",
     }
     tiles = {"gate_up": shared_tile("bf16", [64, 64], 128, 16), "down": shared_tile("bf16", [16, 64], 128, 16)}
-    stream = ahead_of_time("stream_experts", operands, constants["stream_experts"], streamed)
-    behind = [replace(one, options=one.options | early) for one in finish_launches(request, experts, constants, finish)]
-    launches = (replace(stream, signature=tiles | stream.signature), *behind)
-    return KernelModule(render("moe_stream_gluon", whole), launches, route="all weights of one token in one stream")
+    stream = ahead_of_time("stream_experts", operands, constants, options)
+    launch = replace(stream, signature=tiles | stream.signature)
+    return KernelModule(render("moe_stream_gluon", whole), (launch,), route="all weights of one token in one stream")

@@ -5,7 +5,6 @@
 import triton
 import triton.language as tl
 
-from kimigraph.codegen.templates.launch_order import let_next_launch_start, wait_for_earlier_launch
 from kimigraph.codegen.templates.moe_activation import gated
 from kimigraph.codegen.templates.rounding import narrow, product
 
@@ -54,15 +53,11 @@ def finish_experts(routed, norm_weight, up, shared, shared_down, residual, out, 
                    DOWN_STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
                    TOKENS: tl.constexpr, WIDTH: tl.constexpr, OUTER: tl.constexpr, SHARED: tl.constexpr,
                    PARTS: tl.constexpr, EPS: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr,
-                   STEP: tl.constexpr, DOT: tl.constexpr, EARLY: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
+                   STEP: tl.constexpr, DOT: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
     """TILE columns of the result of LINES tokens; a program sums the squares of its tokens' rows itself.
 
-    The norm's root is one number a token, so it multiplies the product's result instead of its operand. Launched
-    ``EARLY``, a program may start while the launch before its own still runs; it reads past the L1 cache for that.
+    The norm's root is one number a token, so it multiplies the product's result instead of its operand.
     """
-    if EARLY:
-        let_next_launch_start()
-        wait_for_earlier_launch()
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     token = tl.program_id(1) * LINES + tl.arange(0, LINES)
     inside = (column < OUTER)[:, None]

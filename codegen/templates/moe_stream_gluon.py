@@ -21,7 +21,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kimigraph.codegen.templates.launch_order import let_next_launch_start, wait_for_earlier_launch
 from kimigraph.codegen.templates.meeting import meet, row_state
 from kimigraph.codegen.templates.moe_activation import gated
-from kimigraph.codegen.templates.moe_finish import finish_experts
 
 CONSTANTS: dict[str, Any] = {}
 NOTHING = gl.constexpr(-0x80000000)
@@ -118,22 +117,9 @@ def hidden_tile(inner, part, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def activate_share(gate, linear, out, program, SHARED: gl.constexpr, STRIDE: gl.constexpr, SHARE: gl.constexpr,
-                   SITU: gl.constexpr, BETA: gl.constexpr, LINEAR_BETA: gl.constexpr, LIMIT: gl.constexpr):  # fmt: skip
-    """This program's SHARE elements of the activation of the shared experts, ``out`` [SHARED]."""
-    element = program * SHARE + gl.arange(0, SHARE, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    mask = element < SHARED
-    opened = gl.load(gate + element * STRIDE[1], mask=mask, other=0.0, cache_modifier=".cg").to(gl.float32)
-    second = gl.load(linear + element * STRIDE[3], mask=mask, other=0.0, cache_modifier=".cg").to(gl.float32)
-    hidden = gated(opened, second, SITU, BETA, LINEAR_BETA, LIMIT, False)
-    gl.store(out + element, hidden.to(out.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
-def multiply_weights(x, logits, bias, shared_gate, shared_up, inner, chosen, shared, routed, arrivals, row_of_x, ring,
-                     full, free, program, X_STRIDE: gl.constexpr, LOGIT_STRIDE: gl.constexpr,
-                     BIAS_STRIDE: gl.constexpr, SHARED_STRIDE: gl.constexpr, WIDTH: gl.constexpr, INNER: gl.constexpr,
-                     SHARED: gl.constexpr, SHARE: gl.constexpr, EXPERTS: gl.constexpr, PICKS: gl.constexpr,
+def multiply_weights(x, logits, bias, inner, chosen, routed, arrivals, row_of_x, ring, full, free, program,
+                     X_STRIDE: gl.constexpr, LOGIT_STRIDE: gl.constexpr, BIAS_STRIDE: gl.constexpr,
+                     WIDTH: gl.constexpr, INNER: gl.constexpr, EXPERTS: gl.constexpr, PICKS: gl.constexpr,
                      RENORMALIZE: gl.constexpr, SCALE: gl.constexpr, EACH: gl.constexpr, SITU: gl.constexpr,
                      BETA: gl.constexpr, LINEAR_BETA: gl.constexpr, LIMIT: gl.constexpr, PROGRAMS: gl.constexpr,
                      STAGES: gl.constexpr):  # fmt: skip
@@ -169,9 +155,6 @@ def multiply_weights(x, logits, bias, shared_gate, shared_up, inner, chosen, sha
         hidden = gated(gate, linear, SITU, BETA, LINEAR_BETA, LIMIT, False) * weight
         place = tile // PICKS * 64 + gl.arange(0, 64, layout=hidden.type.layout)
         gl.store(inner + pick * INNER + place, hidden.to(inner.dtype.element_ty))
-    if shared_gate is not None:
-        activate_share(shared_gate, shared_up, shared, program, SHARED, SHARED_STRIDE, SHARE, SITU, BETA, LINEAR_BETA,
-                       LIMIT)  # fmt: skip
     meet(arrivals, PROGRAMS)
     if PARTS == 1:
         hidden_values = hidden_tile(inner, 0, LAYOUT)
@@ -187,13 +170,12 @@ def multiply_weights(x, logits, bias, shared_gate, shared_up, inner, chosen, sha
 
 
 @gluon.jit
-def stream_experts(gate_up, down, x, logits, bias, shared_gate, shared_up, inner, chosen, shared, routed, arrivals,
+def stream_experts(gate_up, down, x, logits, bias, inner, chosen, routed, arrivals,
                    X_STRIDE: gl.constexpr, LOGIT_STRIDE: gl.constexpr, BIAS_STRIDE: gl.constexpr,
-                   SHARED_STRIDE: gl.constexpr, WIDTH: gl.constexpr, INNER: gl.constexpr, SHARED: gl.constexpr,
-                   SHARE: gl.constexpr, EXPERTS: gl.constexpr, PICKS: gl.constexpr, RENORMALIZE: gl.constexpr,
-                   SCALE: gl.constexpr, EACH: gl.constexpr, SITU: gl.constexpr, BETA: gl.constexpr,
-                   LINEAR_BETA: gl.constexpr, LIMIT: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
-                   DEPTHS: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+                   WIDTH: gl.constexpr, INNER: gl.constexpr, EXPERTS: gl.constexpr, PICKS: gl.constexpr,
+                   RENORMALIZE: gl.constexpr, SCALE: gl.constexpr, EACH: gl.constexpr, SITU: gl.constexpr,
+                   BETA: gl.constexpr, LINEAR_BETA: gl.constexpr, LIMIT: gl.constexpr, PROGRAMS: gl.constexpr,
+                   STAGES: gl.constexpr, DEPTHS: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
     """``routed`` [D] = the weighted sum over the experts that the token chose; ``inner`` is scratch of all programs."""
     program = gl.program_id(0)
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -208,11 +190,9 @@ def stream_experts(gate_up, down, x, logits, bias, shared_gate, shared_up, inner
     wait_for_earlier_launch()
     gl.warp_specialize(
         [
-            (multiply_weights, (x, logits, bias, shared_gate, shared_up, inner, chosen, shared, routed, arrivals,
-                                row_of_x, ring, full, free, program,
-                                X_STRIDE, LOGIT_STRIDE, BIAS_STRIDE, SHARED_STRIDE, WIDTH, INNER, SHARED, SHARE,
-                                EXPERTS, PICKS, RENORMALIZE, SCALE, EACH, SITU, BETA, LINEAR_BETA, LIMIT, PROGRAMS,
-                                STAGES)),
+            (multiply_weights, (x, logits, bias, inner, chosen, routed, arrivals, row_of_x, ring, full, free, program,
+                                X_STRIDE, LOGIT_STRIDE, BIAS_STRIDE, WIDTH, INNER, EXPERTS, PICKS, RENORMALIZE, SCALE,
+                                EACH, SITU, BETA, LINEAR_BETA, LIMIT, PROGRAMS, STAGES)),
             (bring_weights, (logits, bias, gate_up, down, ring, full, free, program,
                              LOGIT_STRIDE, BIAS_STRIDE, WIDTH, INNER, EXPERTS, PICKS, EACH, PROGRAMS, STAGES)),
         ],
@@ -244,25 +224,18 @@ def launch(
     memory=torch,
 ):
     """The operator's tensors in schema order -> (out, the experts chosen)."""
-    sizes, constants, options = CONSTANTS["sizes"], CONSTANTS["stream_experts"], CONSTANTS["options"]
+    del norm_weight, up, shared_gate, shared_up, shared_down, residual
+    sizes, constants = CONSTANTS["sizes"], CONSTANTS["stream_experts"]
     same = {"dtype": x.dtype, "device": x.device}
     inner = memory.empty(sizes["inner"], **same)
     chosen = memory.empty(sizes["chosen"], dtype=torch.int32, device=x.device)
-    shared = None if shared_down is None else memory.empty(sizes["shared"], **same)
     out = memory.empty(sizes["out"], **same)
-    finishes = up is not None or shared is not None or residual is not None
-    routed = memory.empty(sizes["routed"], dtype=torch.float32, device=x.device) if finishes else out
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     rows, pieces = gate_up.view(-1, gate_up.shape[2]), down.view(-1, 64)
     stream_experts[(constants["PROGRAMS"],)](
         TensorDescriptor(rows, list(rows.shape), [rows.shape[1], 1], [64, 64], layout),
         TensorDescriptor(pieces, list(pieces.shape), [64, 1], [16, 64], layout),
-        x, logits, bias, shared_gate, shared_up, inner, chosen, shared, routed,
-        row_state(states(x.device), 1, x.device), **constants, **options["stream"],
+        x, logits, bias, inner, chosen, out,
+        row_state(states(x.device), 1, x.device), **constants, **CONSTANTS["options"],
     )  # fmt: skip
-    if finishes:
-        finish_experts[CONSTANTS["grids"]["finish"]](
-            routed, norm_weight, up, shared, shared_down, residual, out,
-            **CONSTANTS["finish_experts"], INTERPRET=False, **options["finish"],
-        )  # fmt: skip
     return out, chosen

@@ -109,13 +109,18 @@ def starts_work(node: Node) -> bool:
     return launches_of(node) > 0
 
 
-def is_one_at_a_time(node: Node) -> bool:
-    """Whether the node is one of ``ONE_AT_A_TIME``, or a region with one."""
+def holds_operator(node: Node, names: Collection[str]) -> bool:
+    """Whether the node is one of the semantic operators ``names``, or a region with one."""
     child = region_module(node) if node.op == "call_module" else None
     if child is not None:
-        return any(is_one_at_a_time(inner) for inner in child.graph.nodes)
+        return any(holds_operator(inner, names) for inner in child.graph.nodes)
     operator = operator_of(node)
-    return operator is not None and operator.name in ONE_AT_A_TIME
+    return operator is not None and operator.name in names
+
+
+def is_one_at_a_time(node: Node) -> bool:
+    """Whether the node is one of ``ONE_AT_A_TIME``, or a region with one."""
+    return holds_operator(node, ONE_AT_A_TIME)
 
 
 def work_dependences(graph: Graph) -> dict[Node, list[Dependence]]:

@@ -11,7 +11,7 @@ from kimigraph.ir.cost import Work, fused_work, work_of
 from kimigraph.ir.device import Device
 from kimigraph.ir.launches import launches_of
 from kimigraph.ir.pointwise import Unfusable, lower
-from kimigraph.ir.pointwise.loops import is_known
+from kimigraph.ir.pointwise.loops import is_known, stands_alone
 from kimigraph.ir.pointwise.prepared import has_long_rows, is_streamed, prepared_work, weights_multiplied
 from kimigraph.ir.pointwise.products import ATEN, MOST_LINES, is_preparation, is_product, lines_of
 from kimigraph.ir.pointwise.values import NARROW
@@ -63,13 +63,7 @@ class Growth:
             return launches(unit.nodes) > 1
         node = unit.nodes[0]
         narrow = node.target is ATEN.linear.default and node.meta["val"].dtype in NARROW
-        if not narrow or not 1 <= lines_of(node) <= MOST_LINES:
-            return False
-        try:
-            lower([node], [node])
-        except Unfusable:
-            return False
-        return True
+        return narrow and 1 <= lines_of(node) <= MOST_LINES and stands_alone(node)
 
     def _grow(self, node: Node) -> None:
         """Join the node with the regions of its operands, all at once or else one after the other."""

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from kimigraph.ir.cost import touched_bytes, work_of
+from kimigraph.ir.dependences import holds_operator
 from kimigraph.ir.device import Device
-from kimigraph.ir.operators import operator_of
 from kimigraph.ir.program import InputSpec
-from kimigraph.ir.purity import region_module
 from kimigraph.passes.scheduling.branches import duration_of
 
 LEAST_SHARE = 0.95
@@ -61,7 +60,7 @@ def half_batches(nodes: Iterable[Node], specs: Mapping[str, InputSpec], device: 
     for node in nodes:
         duration = duration_of(node, device)
         fixed, busy = fixed + duration.fixed, busy + duration.busy
-        read = 0 if _picks(node) else _weight_bytes(node, specs, known)
+        read = 0 if holds_operator(node, _PICKED) else _weight_bytes(node, specs, known)
         weights += min(read, work_of(node).bytes)
         again += min(read, work_of(node).bytes) / device.bytes_per_second
     moved = busy + again
@@ -82,11 +81,3 @@ def _is_weight(node: Node, specs: Mapping[str, InputSpec], known: dict[Node, boo
             inputs = node.all_input_nodes
             known[node] = bool(inputs) and all(_is_weight(argument, specs, known) for argument in inputs)
     return known[node]
-
-
-def _picks(node: Node) -> bool:
-    child = region_module(node) if node.op == "call_module" else None
-    if child is not None:
-        return any(_picks(inner) for inner in child.graph.nodes)
-    operator = operator_of(node)
-    return operator is not None and operator.name in _PICKED

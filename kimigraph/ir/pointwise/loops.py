@@ -128,6 +128,15 @@ def lower(members: Sequence[Node], outputs: Collection[Node]) -> Loops:
     return loops
 
 
+def stands_alone(node: Node) -> bool:
+    """Whether the node is a loop nest by itself."""
+    try:
+        lower([node], [node])
+    except Unfusable:
+        return False
+    return True
+
+
 def _reduction(members: Sequence[Node]) -> tuple[Node | None, tuple[int, ...]]:
     """The operand of the first reduction, and the dims that it runs over."""
     for node in members:
