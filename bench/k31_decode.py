@@ -28,13 +28,13 @@ from kimigraph.bench.protocol import time_in_graph
 from kimigraph.capture import capture_module
 from kimigraph.capture.program import tensors_of
 from kimigraph.codegen import build_artifact
-from kimigraph.compiler import pass_context
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.models.kimi_k31 import KimiK31Config, KimiK31ForCausalLM, new_cache
 from kimigraph.passes import default_pipeline, fusion_summary, run_pipeline
 from kimigraph.runtime.executor import Executor
 from kimigraph.selections import with_selections
+from kimigraph.session import pass_context
 from kimigraph.verify import EAGER_FACTOR, run_artifact, run_graph
 
 UNMERGED = ("merge-horizontal", "fuse-pointwise", "merge-regions")

@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 from kimigraph.capture import capture, load_source
-from kimigraph.compiler import build, keep, new_session
+from kimigraph.compiler import build, keep
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.env import environment_with, processors
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.runtime.cache import Place
+from kimigraph.session import new_session
 
 CONFIG = Path(__file__).parent.parent / "examples" / "k31" / "config.json"
 BOUND = 1.5

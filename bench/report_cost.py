@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from kimigraph.capture import capture, load_source
-from kimigraph.compiler import build, keep, new_session
+from kimigraph.compiler import build, keep
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.passes import DumpPasses, PassContext, default_pipeline, run_pipeline
 from kimigraph.report import render_report
+from kimigraph.session import new_session
 from kimigraph.tools.publish import publish
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "k31_tiny" / "config.json"

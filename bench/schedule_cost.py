@@ -20,9 +20,9 @@ import torch
 
 from kimigraph.capture import capture_module
 from kimigraph.codegen import build_artifact
-from kimigraph.compiler import pass_context
 from kimigraph.ir.config import CompileConfig
 from kimigraph.passes import TimePasses, default_pipeline, run_pipeline
+from kimigraph.session import pass_context
 
 CHAINS, WIDTH = 8, 64
 SCHEDULE = ("assign-streams", "plan-memory", "verify-schedule")

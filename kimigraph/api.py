@@ -16,7 +16,7 @@ from kimigraph.capture.function_source import module_source
 from kimigraph.capture.identity import call_digest
 from kimigraph.capture.named_caches import described_by_operators, named_cache_hints
 from kimigraph.capture.signature import normalize_call
-from kimigraph.compiler import build, discarding, keep, new_session, read_manifest, resolve_target
+from kimigraph.compiler import build, discarding, keep, read_manifest
 from kimigraph.ir.config import MAX_GRAPHS, MAX_SHAPES, CompileConfig
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.manifest import Manifest
@@ -32,6 +32,7 @@ from kimigraph.runtime.dispatch import KnownCall, know
 from kimigraph.runtime.executor import ALIGNMENT, Executor, InputMismatchError, require_runnable
 from kimigraph.runtime.graphs import GraphMode, graph_mode
 from kimigraph.runtime.prepared import PreparedWeights
+from kimigraph.session import new_session, resolve_target
 from kimigraph.tools.publish import publish
 
 

@@ -1,30 +1,21 @@
 """The road from a source to an artifact: capture, passes, code generation, with the compile cache beside it."""
 
 import gc
-import tempfile
-import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kimigraph.capture import ModelSource, capture, load_source
 from kimigraph.codegen import build_artifact
-from kimigraph.codegen.architecture import ahead_of_time_arch
-from kimigraph.codegen.launch_memory import describe_memory
 from kimigraph.ir.cache_formats import cache_bill
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.cost import graph_seconds
-from kimigraph.ir.device import device_for
 from kimigraph.ir.errors import KimigraphError, UsageError
 from kimigraph.ir.launches import graph_launches
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.memory_plan import arena_bytes
-from kimigraph.ir.policy import policy_of
 from kimigraph.ir.printer import print_program
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.remarks import PassResult
@@ -33,47 +24,21 @@ from kimigraph.ir.schedule import summarize
 from kimigraph.keys import front_components, graph_components
 from kimigraph.outputs import check_replaceable, staged_directory
 from kimigraph.passes import (
-    DumpPasses,
     Instrument,
     Pass,
-    PassContext,
     Pipeline,
     TimePasses,
     VerifyPasses,
     check_required_fusions,
-    default_pipeline,
     fusion_summary,
     run_pipeline,
 )
 from kimigraph.passes.instruments.dump import DumpDirectory
 from kimigraph.report import REPORT_NAME
-from kimigraph.runtime.cache import ARTIFACT, DUMPS, MODES, CompileCache, Entry, Lookup, digest
-from kimigraph.runtime.executor import require_runnable
+from kimigraph.runtime.cache import ARTIFACT, DUMPS, Entry, Lookup, digest
+from kimigraph.session import Notify, Session, new_session, pass_context
 from kimigraph.tools.numerics import CheckNumerics
 from kimigraph.tools.publish import publish, reporting_failure
-
-Notify = Callable[[str], None]
-
-
-@dataclass
-class Timing:
-    """Seconds per stage; a stage that ran twice adds up. ``total`` counts from the start, stage or not."""
-
-    seconds: dict[str, float] = field(default_factory=lambda: {})
-    start: float = field(default_factory=time.perf_counter)
-
-    @contextmanager
-    def stage(self, name: str) -> Generator[None]:
-        """Time a block under ``name``."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def as_dict(self) -> dict[str, Any]:
-        """The stages and their ``total``."""
-        return {**self.seconds, "total": time.perf_counter() - self.start}
 
 
 @dataclass
@@ -88,86 +53,6 @@ class CanonicalLaunches(Instrument):
     def after_pass(self, index: int, item: Pass, program: CapturedProgram, result: PassResult, seconds: float) -> None:
         if item.name == "canonicalize":
             self.count = graph_launches(program.graph_module.graph)
-
-
-@dataclass
-class Session:
-    """What one compilation carries along. ``scratch`` holds dumps until they are stored, the report shows ``shown``."""
-
-    config: CompileConfig
-    target: str
-    pipeline: Pipeline
-    cache: CompileCache
-    notify: Notify
-    scratch: Path
-    locks: ExitStack
-    timing: Timing = field(default_factory=Timing)
-    shown: Path | None = None
-
-    @property
-    def dumps(self) -> Path:
-        """Where the passes dump: where the user asked for, else beside the cache entry to be."""
-        return self.asked or self.scratch / "dumps"
-
-    @property
-    def asked(self) -> Path | None:
-        """The directory of ``--dump-passes``."""
-        return Path(self.config.dump_passes) if self.config.dump_passes else None
-
-    @property
-    def wants_dumps(self) -> bool:
-        """Whether somebody will read the dumps of a hit: they were asked for, or the report shows them."""
-        return bool(self.config.dump_passes or self.config.report)
-
-    def dumping(self, captured: str) -> list[Instrument]:
-        """The instrument that dumps, unless nobody will read it: no dumps, no report, nothing kept in the cache.
-
-        ``captured`` is the text of the capture.
-        """
-        if not (self.config.dump_passes or self.config.report or self.cache.writes):
-            return []
-        self.shown = self.dumps
-        return [DumpPasses(self.dumps, device_for(replace(self.config, target=self.target)), captured)]
-
-
-def resolve_target(target: str) -> str:
-    """The concrete target: ``auto`` is ``cuda`` with a GPU, else ``cpu:reference``.
-
-    UsageError for one that is unknown, or that this process cannot run (``cuda:sm_90`` need not run here).
-    """
-    if target == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu:reference"
-    if ahead_of_time_arch(target) is None:
-        require_runnable(target)
-    return target
-
-
-@contextmanager
-def new_session(config: CompileConfig, notify: Notify) -> Generator[Session]:
-    """A session for one compilation of ``config``; UsageError for options that no compilation can have."""
-    if config.cache not in MODES:
-        raise UsageError(f"--cache {config.cache}: use one of {', '.join(MODES)}")
-    target, pipeline = resolve_target(config.target), default_pipeline(config)
-    _check_policy(config, pipeline)
-    if config.verify and ahead_of_time_arch(target) is not None:
-        require_runnable(target)
-    cache = CompileCache(mode=_cache_mode(config))
-    with tempfile.TemporaryDirectory(prefix="kimigraph-") as scratch, ExitStack() as locks:
-        yield Session(config, target, pipeline, cache, notify, Path(scratch), locks)
-
-
-def _check_policy(config: CompileConfig, pipeline: Pipeline) -> None:
-    policy = policy_of(config.policy)
-    if policy.quantises and "insert-quantization" not in pipeline.names:
-        raise UsageError(
-            f"policy '{policy.name}' needs the pass insert-quantization, and the pipeline '{pipeline}' lacks it: "
-            "leave out --policy, or let the pass run (-O1 and up)"
-        )
-
-
-def pass_context(config: CompileConfig) -> PassContext:
-    """What the passes see of a compilation for the concrete target of ``config``."""
-    return PassContext(config, describe_memory=partial(describe_memory, target=config.target))
 
 
 def compile_source(
@@ -328,13 +213,6 @@ def uncollected() -> Generator[None]:
     finally:
         if running:
             gc.enable()
-
-
-def _cache_mode(config: CompileConfig) -> str:
-    """The mode asked for; but numerics are checked while passes run, which a hit would leave out."""
-    return (
-        {"use": "refresh", "readonly": "off"}.get(config.cache, config.cache) if config.check_numerics else config.cache
-    )
 
 
 def _why(front_reason: str, known: Lookup) -> str:

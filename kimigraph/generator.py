@@ -15,7 +15,7 @@ from torch import Tensor
 from kimigraph.adapters.transformers_tokenizer import Tokenizer, load_tokenizer
 from kimigraph.capture import ModelSource, load_source
 from kimigraph.capture.source import read_config
-from kimigraph.compiler import compile_model, resolve_target
+from kimigraph.compiler import compile_model
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.descriptors import IndexKeyDescriptor, LatentDescriptor, parse_descriptor
 from kimigraph.ir.errors import UsageError
@@ -38,6 +38,7 @@ from kimigraph.runtime.generation import (
 )
 from kimigraph.runtime.graphs import graph_mode
 from kimigraph.runtime.prepared import PreparedWeights
+from kimigraph.session import resolve_target
 from kimigraph.weights import Watch, drawn_weight, layout_of, read_weights, unwatched
 
 CHUNKS = (512, 64, 8)

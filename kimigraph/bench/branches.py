@@ -7,12 +7,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from kimigraph.compiler import pass_context
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.fake import infer_all
 from kimigraph.ir.program import CapturedProgram, InputSpec, OutputSpec
 from kimigraph.ir.schedule import stream_of
 from kimigraph.passes import Pipeline, run_pipeline
+from kimigraph.session import pass_context
 
 BRANCHES, ROUNDS, WIDTH = 6, 3, 512
 

@@ -19,7 +19,6 @@ from kimigraph.bench.replay import named_replay
 from kimigraph.capture import capture_module
 from kimigraph.capture.named_caches import named_cache_hints
 from kimigraph.codegen import build_artifact
-from kimigraph.compiler import pass_context
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.device import target_device
 from kimigraph.ir.errors import NumericsError
@@ -35,6 +34,7 @@ from kimigraph.passes.prolog.pricing import cut, isolated
 from kimigraph.passes.scheduling.planned import planned_track
 from kimigraph.passes.split_indexer_prolog import MERGING
 from kimigraph.runtime.executor import Executor
+from kimigraph.session import pass_context
 from kimigraph.tools.measured import measured_track
 
 BATCHES = (1, 8, 64)

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kimigraph.capture import load_source
-from kimigraph.compiler import new_session
 from kimigraph.ir.config import CompileConfig
 from kimigraph.keys import front_components
 from kimigraph.runtime.cache import digest
 from kimigraph.runtime.cache.explain import nearest
+from kimigraph.session import new_session
 
 
 def why(source: str, config: CompileConfig, notify: Callable[[str], None]) -> dict[str, Any]:

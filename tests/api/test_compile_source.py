@@ -11,11 +11,12 @@ import torch
 
 import kimigraph.compiler as compiler
 import kimigraph.verify as verification
-from kimigraph.compiler import compile_source, resolve_target
+from kimigraph.compiler import compile_source
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import CaptureError, KimigraphError, NumericsError, RequiredFusionError, UsageError
 from kimigraph.outputs import staged_directory
 from kimigraph.run import run_artifact
+from kimigraph.session import resolve_target
 
 
 def listing(directory: Path) -> dict[str, bytes]:

@@ -15,7 +15,6 @@ from kimigraph.codegen import build_artifact
 from kimigraph.codegen.kernel import KernelModule
 from kimigraph.codegen.launch_memory import NO_MEMORY, describe_memory, memory_of
 from kimigraph.codegen.support.arena import Arena
-from kimigraph.compiler import pass_context
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.launch_memory import Allocation, allocations_of
@@ -27,6 +26,7 @@ from kimigraph.ir.schedule import HappensBefore
 from kimigraph.passes import Pipeline, run_pipeline
 from kimigraph.passes.scheduling.arena import memory_violations
 from kimigraph.runtime.executor import Executor
+from kimigraph.session import pass_context
 
 torch.set_num_threads(1)
 ATEN = torch.ops.aten
