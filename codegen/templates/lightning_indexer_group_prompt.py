@@ -8,9 +8,8 @@ Scales of groups stand inside the sum under the ReLU, so that fp8 products would
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kimigraph.codegen.templates.index_launch import first_lengths, key_tiles
 from kimigraph.codegen.templates.indexer_prompt_scores import score_prompt
 from kimigraph.codegen.templates.indexer_selection import select_codes
 from kimigraph.codegen.templates.real_groups import real_keys, real_queries
@@ -26,16 +25,9 @@ def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales
     codes, peaks, kept, picked, entries = scratch
     cache = memory.empty(CONSTANTS["cache"], dtype=torch.bfloat16, device=q.device)
     queries = memory.empty(CONSTANTS["queries"], dtype=torch.bfloat16, device=q.device)
-    layout = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
-    tiles = TensorDescriptor(cache, list(cache.shape), [128, 1], [64, 128], layout)
+    tiles, _ = key_tiles(cache)
     batch, tokens, slab = q.shape[0], q.shape[1], len(codes)
-    firsts = None
-    if lengths is not None:
-        # What the first row of each slab sees, 16 bytes apart: one alignment is one kernel.
-        starts = memory.empty((-(-tokens // slab),), dtype=torch.int32, device=q.device)
-        torch.arange(0, tokens, slab, out=starts)
-        firsts = memory.empty((batch, len(starts), 4), dtype=torch.int32, device=q.device)
-        torch.add(lengths.reshape(-1, 1, 1), starts.view(1, -1, 1).expand(-1, -1, 4), out=firsts)
+    firsts = first_lengths(lengths, batch, tokens, slab, memory)
     for sequence in range(batch):
         table = None if block_table is None else block_table[sequence]
         real_keys[(len(entries),)](

@@ -9,9 +9,8 @@ What the launches share is theirs alone: graphs that hold them may run side by s
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kimigraph.codegen.templates.index_launch import key_tiles
 from kimigraph.codegen.templates.indexer_scores import score_rows
 from kimigraph.codegen.templates.indexer_selection import select_codes
 
@@ -24,15 +23,7 @@ def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales
     shapes = [CONSTANTS[name] for name in ("codes", "peaks", "kept", "picked")]
     scratch = [memory.empty(shape, dtype=torch.int32, device=q.device) for shape in shapes]
     codes, peaks, kept, picked = scratch
-    rows, scale_rows = keys.view(-1, 128), None
-    layout = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
-    if keys.dtype == torch.uint8:
-        rows = rows.view(torch.float8_e4m3fn)
-        layout = gl.NVMMASharedLayout.get_default_for([64, 128], gl.float8e4nv)
-        pages = keys.view(keys.shape[0], -1).view(torch.float32)
-        unswizzled = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        scale_rows = TensorDescriptor(pages, list(pages.shape), [pages.shape[1], 1], [1, 64], unswizzled)
-    tiles = TensorDescriptor(rows, list(rows.shape), [128, 1], [64, 128], layout)
+    tiles, scale_rows = key_tiles(keys)
     score_rows[CONSTANTS["score_grid"]](
         tiles, scale_rows, q, weights, lengths, block_table, codes, peaks,
         **CONSTANTS["score_rows"], **CONSTANTS["score_options"],
