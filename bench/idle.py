@@ -10,8 +10,6 @@ gaps beyond 1 us each (what a dependent kernel costs) under 5 % of the step, all
 
 import argparse
 import json
-import platform
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 from k31_decode import example, program_of, random_model
+from run_facts import run_facts
 
 from kimigraph.bench.protocol import require_gpu, time_in_graph
 from kimigraph.bench.replay import named_replay
@@ -129,9 +128,7 @@ def main() -> None:
         options.timelines.mkdir(parents=True, exist_ok=True)
     rows = [row for batch in options.batch for row in rows_of(batch, options, lambda text: print(text, flush=True))]
     document = {
-        "command": "PYTHONPATH=. python " + " ".join(sys.argv),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **run_facts(),
         "rows": rows,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,9 +10,7 @@ captured as one CUDA graph (device time without launch overhead). Launches are t
 
 import argparse
 import json
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from run_facts import run_facts
 
 from kimigraph.bench.graph_nodes import graph_nodes
 from kimigraph.bench.graph_trace import graph_trace
@@ -203,9 +202,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [one(batch, options) for batch in options.batch]
     document = {
-        "command": "PYTHONPATH=. python " + " ".join(sys.argv),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **run_facts(),
         "rows": rows,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

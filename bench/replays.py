@@ -9,7 +9,6 @@ inputs. Outputs are compared after each replay, caches and states after every hu
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from k31_decode import example, program_of, random_model
+from run_facts import run_facts
 
 from kimigraph.bench.branches import branches
 from kimigraph.bench.delays import Delays
@@ -152,9 +152,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     document: dict[str, Any] = {
-        "command": "PYTHONPATH=. python " + " ".join(sys.argv),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **run_facts(),
         "rows": [],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

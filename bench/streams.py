@@ -9,9 +9,7 @@ its peak beside what it returns, against the plan's arena and its lower bound, a
 
 import argparse
 import json
-import platform
 import statistics
-import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 from k31_decode import example, program_of, random_model
+from run_facts import run_facts
 
 from kimigraph.bench.protocol import time_in_graph
 from kimigraph.capture import capture_module
@@ -114,9 +113,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     document: dict[str, Any] = {
-        "command": "PYTHONPATH=. python " + " ".join(sys.argv),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **run_facts(),
         "rows": [],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

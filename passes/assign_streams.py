@@ -30,7 +30,7 @@ from kimigraph.passes.scheduling.recording import record_main_first, set_waits
 from kimigraph.passes.scheduling.segments import Segment, segments
 
 MOST_TOKENS = 8
-"""Measured (docs/schedule.md): forks gain at 1 and 8 tokens and lose at 64, where a library's kernels are large."""
+"""A first run (docs/schedule.md): forks gained at 1 and 8 tokens and lost at 64, where a library has large kernels."""
 
 
 @dataclass(frozen=True)
