@@ -74,9 +74,10 @@ def compile_once(captured: Captured, config: CompileConfig, caches: Path) -> dic
     with tempfile.TemporaryDirectory() as directory:
         artifact = Path(directory) / "artifact"
         artifact.mkdir()
+        program = captured.program.copy()  # a compilation uses its capture up
         start, used = time.perf_counter(), cpu_seconds()
         with new_session(config, lambda _: None) as session:
-            report, finished = build(captured.program, artifact, session)
+            report, finished = build(program, artifact, session, use_up=True)
             keep({"model": captured.layers}, finished, report, session)
         seconds, used = time.perf_counter() - start, cpu_seconds() - used
         (entry,) = Place(caches / CACHES["KIMIGRAPH_CACHE_DIR"]).entries()

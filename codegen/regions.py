@@ -53,7 +53,7 @@ def _content(graph_module: GraphModule) -> Hashable:
     return tuple(
         (
             node.op,
-            node.target if child is None else _content(child),
+            _operation(node) if child is None else _content(child),
             _key(node.args, position),
             _key(node.kwargs, position),
             _form(node.meta.get("val")),
@@ -61,6 +61,10 @@ def _content(graph_module: GraphModule) -> Hashable:
         )
         for node, child in zip(nodes, inner, strict=True)
     )
+
+
+def _operation(node: Node) -> Hashable:
+    return None if node.op == "placeholder" else node.target
 
 
 def _key(value: Any, position: dict[Node, int]) -> Hashable:

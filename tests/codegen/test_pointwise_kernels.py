@@ -19,6 +19,7 @@ from kimigraph.codegen import build_artifact
 from kimigraph.codegen.kernel_writer import build_kernels
 from kimigraph.codegen.pointwise import build_nodes
 from kimigraph.codegen.pointwise.tiles import Tiles
+from kimigraph.codegen.regions import region_key
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.launches import graph_launches
@@ -92,6 +93,18 @@ def test_the_text_is_plain_python_that_fits_the_line(name: str) -> None:
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         keywords = {keyword.arg for keyword in call.keywords}
         assert ast.unparse(call.func) != "tl.load" or ("mask" in keywords) == ("other" in keywords)
+
+
+def test_a_small_launch_starts_early_and_reads_past_the_l1_cache() -> None:
+    """It waits before its first load. A long row that is read in steps is no such launch, nor one of many programs."""
+    body = text_of("norm").partition("def pointwise(")[2]
+    assert body.index("start_next_launch(") < body.index("await_earlier_launch(") < body.index("tl.load(")
+    assert body.count("tl.load(") == body.count("cache_modifier='.cg'") and '"launch_pdl": True' in text_of("norm")
+    assert "launch_pdl" not in text_of("spread") and ".cg" not in text_of("spread")
+    many = list(make_fx(norm, tracing_mode="fake")(torch.ones(1024, 2048), torch.ones(2048)).graph.nodes)
+    members = [node for node in many if node.op == "call_function"]
+    text = build_nodes(members, many[-1].args[0], [n for n in many if n.op == "placeholder"]).text
+    assert "launch_pdl" not in text and "await_earlier_launch" not in text
 
 
 class Together(torch.nn.Module):
@@ -168,6 +181,8 @@ def test_equal_layers_share_a_kernel(tiny: CapturedProgram) -> None:
     header = ast.get_docstring(ast.parse(shared[0].text())) or ""
     assert all(node.name in header for node in shared[0].nodes)
     assert all(name in header for name in shared[0].nodes[1].meta["replaces"])
+    keys = {region_key(node) for node in tiny.graph_module.graph.nodes if node.op == "call_module"}
+    assert len(keys) == len(files)  # each is built once
 
 
 def test_what_cannot_be_one_kernel_is_refused_with_the_node() -> None:
