@@ -1,6 +1,7 @@
-"""Counters of the indexer's and the attention's kernels at shapes that miss a target, read by ncu.
+"""Counters of the indexer's and the attention's kernels, read by ncu: where the peers come nearest, or anywhere.
 
     PYTHONPATH=. python bench/dsa_counters.py --out bench/results/dsa_counters.json
+    PYTHONPATH=. python bench/dsa_counters.py --only "attention H128" --out attention_counters.json
 
 Kernels that read a cache find the L2 cache empty; those that select from scores find it as it is. Clocks are left as
 they are. A kernel stands alone here: what launches save by overlapping is in ``kimigraph bench li``.
@@ -26,11 +27,15 @@ INDEXER = (
     (8, 131072, 128), (64, 32768, 128), (64, 131072, 128),
 )  # fmt: skip
 """Batch, length, k."""
+NEAREST = (
+    "indexer B1 L131072 k2048", "indexer B8 L131072 k2048", "indexer B64 L131072 k128", "indexer B64 L8192 k2048",
+)  # fmt: skip
+"""Where the peers come nearest: about a minute."""
 PROMPTS = (8192, 32768, 131072)
 ATTENTION = ((64, 1), (64, 8), (64, 64), (128, 1), (128, 8), (128, 64))
 """Heads, batch."""
 COLD = ("score_rows", "score_prompt", "attend_with_warps")
-WARM = ("select_codes",)
+WARM = ("select_codes", "select_bounded")
 SECTIONS = (
     "SpeedOfLight", "Occupancy", "WarpStateStats", "SchedulerStats", "MemoryWorkloadAnalysis", "LaunchStats",
 )  # fmt: skip
@@ -149,13 +154,14 @@ def main() -> None:
     """Two runs of ncu: one for what reads caches, one for what reads scores."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", help="cases whose name contains this; an empty text is all, some minutes")
     parser.add_argument("--launch", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.launch:
         launch(json.loads(arguments.launch))
         return
-    names = [name for name in cases() if arguments.only in name]
+    known: list[str] = list(cases())
+    names = [name for name in known if (name in NEAREST if arguments.only is None else arguments.only in name)]
     selecting = [name for name in names if not name.startswith("attention")]
     found: list[dict[str, Any]] = []
     for some, kernels, cold in ((names, COLD, True), (selecting, WARM, False)):

@@ -24,11 +24,19 @@ STAGES = 5
 PAGES_EACH, MOST_SHORT = 16, 64  # beyond one wave: programs of so many pages balance better, up to so many a row
 EACH = 8  # codes in a row a thread
 WARPS = 16
-ONE_ROW = 2048  # pages of the only row up to which a program a multiprocessor scores fastest: all read one query
+ONE_ROW = 1024  # pages of the only row up to which a program a multiprocessor scores fastest: all read one query
 ALONE = 8192  # codes of a row from which one program selects fastest alone
 HELD = 1024  # codes of a warp that stay in registers
 TILE = 512  # codes of a warp a tile, where a slice takes several
 MOST_CTAS = 16  # of a cluster
+TEMPLATES = {
+    "select_codes": "lightning_indexer_split",
+    "select_bounded": "lightning_indexer_bounded",
+}
+MOST_BOUND = 1 << 17  # codes of a row of which a bit each fits shared memory
+KEYS_A_PICK = 64, 512  # for each winner, from which a bound pays: of one row or codes past the L2 cache, else
+TOPS_WANTED, PICKS_BOUND = 1024, 2  # least tops of a row, and for each winner
+POOLED = 1024, 4096  # codes that pools of a row have room for, at least and at most
 STAYING = 1 << 22  # codes of all rows up to which they are to stay in the L2 cache
 
 
@@ -72,14 +80,40 @@ def division(rows: int, total: int, target: str) -> Division:
     return _division(splits, min(ceil_div(pages, splits), STAGES), 1 << (ctas.bit_length() - 1), total)
 
 
+def selection_of(rows: int, total: int, picks: int) -> str:
+    """The kernel that selects: it looks at few codes where the largest of groups of keys bound the last winner well."""
+    each = KEYS_A_PICK[0] if rows == 1 or rows * total > STAYING else KEYS_A_PICK[1]
+    return "select_bounded" if ALONE < total <= MOST_BOUND and each * picks <= total else "select_codes"
+
+
+def bounded_constants(plan: Division, total: int, picks: int) -> dict[str, Any]:
+    """What ``select_bounded`` has beside ``select_codes``: how many tiles of a program make a group of keys, how many
+    groups of 16 keys each there are, and sizes of the pool."""
+    tiles = ceil_div(total // PAGE, plan.splits)
+    most = total // 16 // max(PICKS_BOUND * picks, TOPS_WANTED)
+    each = max(min(most, tiles), 1)
+    each = 1 << (each.bit_length() - 1)
+    tops = ceil_div(tiles, each) * plan.splits * 4
+    return {
+        "TOPS": tops,
+        "TOP_TILES": each,
+        "GROUPS": max(padded(ceil_div(tops, plan.warps)), 32),
+        "POOL": min(max(padded(2 * picks), POOLED[0]), POOLED[1]),
+        "MARKS": max(padded(total // 32), 2048),
+    }
+
+
 def _division(splits: int, stages: int, ctas: int, total: int) -> Division:
-    columns = max(padded(ceil_div(total, ctas * WARPS)), 32 * EACH)
+    # In the largest cluster half the warps are faster, as long as they hold a slice.
+    warps = WARPS // 2 if ctas == MOST_CTAS and total <= ctas * WARPS // 2 * HELD else WARPS
+    columns = max(padded(ceil_div(total, ctas * warps)), 32 * EACH)
     columns = columns if columns <= HELD else TILE
-    return Division(splits, stages, ctas, WARPS, columns, ceil_div(total, ctas * WARPS * columns))
+    return Division(splits, stages, ctas, warps, columns, ceil_div(total, ctas * warps * columns))
 
 
-def build(request: KernelRequest, *, ctas: int | None = None) -> KernelModule:
-    """Needs ``serves(request)``. ``ctas`` overrides how many programs select from a row, a power of two."""
+def build(request: KernelRequest, *, ctas: int | None = None, selects: str | None = None) -> KernelModule:
+    """Needs ``serves(request)``. ``ctas`` overrides how many programs select from a row, a power of two; ``selects`` by
+    which kernel, a key of ``TEMPLATES``."""
     q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
     lengths, table = request.tensors.get("lengths"), request.tensors.get("block_table")
     batch, tokens, heads = q.shape[:3]
@@ -90,6 +124,7 @@ def build(request: KernelRequest, *, ctas: int | None = None) -> KernelModule:
     plan = division(rows, total, request.target)
     if ctas is not None:
         plan = _division(plan.splits, plan.stages, ctas, total)
+    name = selects or selection_of(rows, total, int(request.attributes["k"]))
     length_stride = 0 if lengths is None or lengths.shape in ((), (1,)) else lengths.stride[0]
     table_stride = (0, 0) if table is None else table.stride
     score: dict[str, Any] = {
@@ -107,12 +142,19 @@ def build(request: KernelRequest, *, ctas: int | None = None) -> KernelModule:
         "PAGES": 1,
         "STAGES": plan.stages,
         "STAY": rows * total <= STAYING,
+        "TOP_TILES": 1,
     }
     score_options = {"num_warps": 4, "maxnreg": 64 if heads <= 64 else 96, "launch_pdl": True}
     select, select_options = selection_constants(request, plan, total, length_stride)
+    route = plan.text()
+    if name == "select_bounded":
+        route += " among few codes"
+        select |= bounded_constants(plan, total, select["K"])
+        score["TOP_TILES"] = select["TOP_TILES"]
     constants = {
-        "route": plan.text(),
+        "route": route,
         "codes": (rows, total),
+        "tops": (rows, select.get("TOPS", 0)),
         "peaks": (rows, plan.splits),
         "kept": (rows, total if plan.tiles > 1 else 0),
         "picked": (batch, tokens, select["K"]),
@@ -121,11 +163,11 @@ def build(request: KernelRequest, *, ctas: int | None = None) -> KernelModule:
         "select_grid": (rows,),
         "score_rows": score,
         "score_options": score_options,
-        "select_codes": select,
+        name: select,
         "select_options": select_options,
     }
-    text = render("lightning_indexer_split", constants)
-    scratch = dict.fromkeys(("codes", "peaks"), "int32")
+    text = render(TEMPLATES[name], constants)
+    scratch = {"codes": "int32", "tops": "int32" if name == "select_bounded" else None, "peaks": "int32"}
     operands: dict[str, TensorSpec | str | None] = {
         "q": q,
         "weights": weights,
@@ -134,8 +176,8 @@ def build(request: KernelRequest, *, ctas: int | None = None) -> KernelModule:
         **scratch,
     }
     scoring = with_tiles(ahead_of_time("score_rows", operands, score, score_options), quantised)
-    selecting = selection(lengths, table if by_rows else None, select, select_options)
-    return KernelModule(text, (scoring, selecting), route=plan.text())
+    selecting = selection(lengths, table if by_rows else None, select, select_options, name)
+    return KernelModule(text, (scoring, selecting), route=route)
 
 
 def selection_constants(
@@ -164,18 +206,17 @@ def selection_constants(
 
 
 def selection(
-    lengths: TensorSpec | str | None, table: TensorSpec | None, constants: dict[str, Any], options: dict[str, Any]
-) -> KernelLaunch:
-    """The launch of ``select_codes``; ``table`` where it lists rows of the cache."""
-    operands: dict[str, TensorSpec | str | None] = {
-        "codes": "int32",
-        "peaks": "int32",
-        "lengths": lengths,
-        "block_table": table,
-        "kept": "int32",
-        "picked": "int32",
+    lengths: TensorSpec | str | None, table: TensorSpec | None, constants: dict[str, Any], options: dict[str, Any],
+    name: str = "select_codes",
+) -> KernelLaunch:  # fmt: skip
+    """The launch of a selection; ``table`` where it lists rows of the cache."""
+    names = {
+        "select_codes": ("codes", "peaks", "kept", "picked"),
+        "select_bounded": ("codes", "tops", "peaks", "kept", "picked"),
     }
-    return ahead_of_time("select_codes", operands, constants, options)
+    operands: dict[str, TensorSpec | str | None] = dict.fromkeys(names[name], "int32")
+    operands |= {"lengths": lengths, "block_table": table}
+    return ahead_of_time(name, operands, constants, options)
 
 
 def with_tiles(launch: KernelLaunch, quantised: bool) -> KernelLaunch:

@@ -128,13 +128,37 @@ def put_to_stay(place, value, live):
 
 
 @gluon.jit
+def largest_of_warp(code, before):
+    """The largest of ``before`` and the codes of the 16 keys that a warp has multiplied, two of them in each thread."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 larger;
+        max.u32 larger, $2, $3;
+        redux.sync.max.u32 larger, larger, 0xffffffff;
+        max.u32 larger, larger, $4;
+        mov.u32 $0, larger;
+        mov.u32 $1, larger;
+        } // $5
+        """,
+        "=&r,=&r,r,r,r,r",
+        [code, before],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+@gluon.jit
 def keep_codes(codes, position, score, visible, T: gl.constexpr, STAY: gl.constexpr):
-    """Store the codes of a tile's scores, 0 for hidden keys. STAY: keys that stream by do not push them to memory."""
+    """Store and return the codes of a tile's scores, 0 for hidden keys. STAY: keys that stream by do not push them to
+    memory."""
     code = gl.where(visible, order_code(score), 0).to(gl.int32, bitcast=True)
     if STAY:
         put_to_stay(codes + position, code, position < T)
     else:
         gl.store(codes + position, code, mask=position < T)
+    return code
 
 
 @gluon.jit
@@ -155,11 +179,11 @@ def head_weights(weight_row, H: gl.constexpr, STRIDE: gl.constexpr, LAYOUT: gl.c
 
 @gluon.jit
 def score_tiles(
-    q, weights, lengths, block_table, codes, peaks, buffers, scales, query_tile, full, empty, row, sequence, token,
-    split,
+    q, weights, lengths, block_table, codes, tops, peaks, buffers, scales, query_tile, full, empty, row, sequence,
+    token, split,
     T: gl.constexpr, H: gl.constexpr, SCALE: gl.constexpr, Q_STRIDE: gl.constexpr, WEIGHT_STRIDE: gl.constexpr,
     LENGTH_STRIDE: gl.constexpr, TABLE_STRIDE: gl.constexpr, PAGED: gl.constexpr, QUANTISED: gl.constexpr,
-    SPLITS: gl.constexpr, PAGES: gl.constexpr, STAGES: gl.constexpr, STAY: gl.constexpr,
+    SPLITS: gl.constexpr, PAGES: gl.constexpr, STAGES: gl.constexpr, STAY: gl.constexpr, TOP_TILES: gl.constexpr,
 ):  # fmt: skip
     """Score the tiles as they come."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -185,7 +209,11 @@ def score_tiles(
     zeros = gl.zeros([ROWS, H], gl.float32, layout=PRODUCT)
     peak = gl.zeros([ROWS], gl.int32, layout=BY_KEY)
     ahead = tile_entries(block_table, sequence, split * PAGES, T, TABLE_STRIDE, PAGED, PAGES)
-    for number in range(0, tiles_of_split(limit, split, SPLITS, PAGES)):
+    top = peak
+    TILES: gl.constexpr = (T + ROWS * SPLITS - 1) // (ROWS * SPLITS)
+    GROUPS: gl.constexpr = (TILES + TOP_TILES - 1) // TOP_TILES
+    count = tiles_of_split(limit, split, SPLITS, PAGES)
+    for number in range(0, count):
         tile = split + number * SPLITS
         stage = number % STAGES
         entries = ahead
@@ -201,20 +229,27 @@ def score_tiles(
         visible = tile * ROWS + index < limit
         if PAGED:
             visible = visible & mapped(index, entries, PAGES)
-        keep_codes(codes, tile * ROWS + index, score, visible, T, STAY)
+        code = keep_codes(codes, tile * ROWS + index, score, visible, T, STAY)
+        if tops is not None:
+            top = largest_of_warp(code, top)
+            full_group = (number % TOP_TILES == TOP_TILES - 1) | (number == count - 1)
+            group = (row * GROUPS + number // TOP_TILES) * SPLITS + split
+            gl.store(tops + group * (ROWS // 16) + index // 16, top, mask=(index % 16 == 0) & full_group)
+            top = gl.where((index >= 0) & full_group, 0, top)
         peak = gl.maximum(peak, gl.where(visible, magnitude(score), 0))
     gl.store(peaks + row * SPLITS + split, gl.max(peak, 0))
 
 
 @gluon.jit
 def score_rows(
-    tiles, scale_rows, q, weights, lengths, block_table, codes, peaks,
+    tiles, scale_rows, q, weights, lengths, block_table, codes, tops, peaks,
     S: gl.constexpr, T: gl.constexpr, H: gl.constexpr, SCALE: gl.constexpr,
     Q_STRIDE: gl.constexpr, WEIGHT_STRIDE: gl.constexpr, LENGTH_STRIDE: gl.constexpr, TABLE_STRIDE: gl.constexpr,
     PAGED: gl.constexpr, QUANTISED: gl.constexpr, SPLITS: gl.constexpr, PAGES: gl.constexpr, STAGES: gl.constexpr,
-    STAY: gl.constexpr,
+    STAY: gl.constexpr, TOP_TILES: gl.constexpr,
 ):  # fmt: skip
-    """A program's tiles of one query row; the largest magnitude goes to ``peaks`` [rows, SPLITS], as bits."""
+    """A program's tiles of one query row; the largest magnitude goes to ``peaks`` [rows, SPLITS], as bits. Where there
+    are ``tops``, they take the largest code of each 16 keys of TOP_TILES tiles: [rows, groups, SPLITS, ROWS / 16]."""
     TYPE: gl.constexpr = tiles.dtype
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, TYPE.primitive_bitwidth, rank=2)
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -238,10 +273,10 @@ def score_rows(
             (
                 score_tiles,
                 (
-                    q, weights, lengths, block_table, codes, peaks, buffers, scales_by_tile, query_tile, full, empty,
-                    row, sequence, token, split,
+                    q, weights, lengths, block_table, codes, tops, peaks, buffers, scales_by_tile, query_tile, full,
+                    empty, row, sequence, token, split,
                     T, H, SCALE, Q_STRIDE, WEIGHT_STRIDE, LENGTH_STRIDE, TABLE_STRIDE, PAGED, QUANTISED, SPLITS, PAGES,
-                    STAGES, STAY,
+                    STAGES, STAY, TOP_TILES,
                 ),
             ),
             (

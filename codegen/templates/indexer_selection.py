@@ -25,34 +25,22 @@ from kimigraph.codegen.templates.shared_counts import declare_counts, empty_list
 
 
 @gluon.jit
-def select_codes(
-    codes, peaks, lengths, block_table, kept, picked,
+def select_row(
+    codes, peaks, lengths, table, kept, out, row, part,
     S: gl.constexpr, T: gl.constexpr, K: gl.constexpr, LENGTH_STRIDE: gl.constexpr, TABLE_STRIDE: gl.constexpr,
     SPLITS: gl.constexpr, CTAS: gl.constexpr, EACH: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr,
     SAMPLE: gl.constexpr,
 ):  # fmt: skip
-    """One slice of one row; with ``block_table`` it lists rows of the flattened cache instead of positions."""
+    """A slice of the row; counters and lists are empty. ``done_with_cluster`` was said where there is one."""
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = everywhere([1, EACH], [1, 32], [WARPS, 1], CTAS)
     EVERY: gl.constexpr = everywhere([SPLITS // 32 if SPLITS > 32 else 1], [32], [WARPS], CTAS)
     ENOUGH: gl.constexpr = 128
     STAGED: gl.constexpr = CTAS == 1 and K <= 4096
-    declare_counts()
-    let_next_launch_start()
-    part = gl.to_tensor(0)
-    if CTAS > 1:
-        part = rank_in_cluster()
-    row = gl.program_id(0).to(gl.int64)
-    codes += row * T
-    kept += row * T
-    out = picked + row * K
-    clear_counts(WARPS, CTAS)
-    empty_lists()
     warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, LAYOUT)), 1)
     column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)), 0)
     lane_place = 4096 + ((column >> 3) & 31)
     position = part * (WARPS * COLUMNS * TILES) + warp * (COLUMNS * TILES) + column
-    wait_for_earlier_launch()
     # All loads first; no barrier stands between them.
     held = position
     if TILES == 1:
@@ -115,9 +103,6 @@ def select_codes(
             threshold = threshold - 1
             ties = gl.to_tensor(0)
             above_before += equal_before
-    table = None
-    if block_table is not None:
-        table = block_table + (row // S) * TABLE_STRIDE[0]
     if ties == 0:
         end = list_winners(
             held, codes, kept, position, tiles, number, column, threshold, above_before, out, table, lane_place,
@@ -133,5 +118,35 @@ def select_codes(
             held, codes, kept, position, tiles, number, column, threshold, ties, above_before, ties_before, out, table,
             TABLE_STRIDE[1], TILES, COLUMNS, WARPS, CTAS, LAYOUT,
         )  # fmt: skip
+
+
+@gluon.jit
+def select_codes(
+    codes, peaks, lengths, block_table, kept, picked,
+    S: gl.constexpr, T: gl.constexpr, K: gl.constexpr, LENGTH_STRIDE: gl.constexpr, TABLE_STRIDE: gl.constexpr,
+    SPLITS: gl.constexpr, CTAS: gl.constexpr, EACH: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr,
+    SAMPLE: gl.constexpr,
+):  # fmt: skip
+    """One slice of one row; with ``block_table`` it lists rows of the flattened cache instead of positions."""
+    WARPS: gl.constexpr = gl.num_warps()
+    declare_counts()
+    let_next_launch_start()
+    part = gl.to_tensor(0)
+    if CTAS > 1:
+        part = rank_in_cluster()
+    row = gl.program_id(0).to(gl.int64)
+    codes += row * T
+    kept += row * T
+    out = picked + row * K
+    clear_counts(WARPS, CTAS)
+    empty_lists()
+    table = None
+    if block_table is not None:
+        table = block_table + (row // S) * TABLE_STRIDE[0]
+    wait_for_earlier_launch()
+    select_row(
+        codes, peaks, lengths, table, kept, out, row, part, S, T, K, LENGTH_STRIDE, TABLE_STRIDE, SPLITS, CTAS, EACH,
+        COLUMNS, TILES, SAMPLE,
+    )  # fmt: skip
     if CTAS > 1:
         wait_for_cluster()

@@ -13,7 +13,11 @@ import pytest
 from kimigraph.codegen import cross_compile_worker
 
 TEMPLATES = Path(cross_compile_worker.__file__).parent / "templates"
-PARTS = ("score_window", "row_histogram", "row_slices", "row_candidates", "row_listing", "indexer_selection")
+PARTS = (
+    "score_window", "row_histogram", "row_slices", "row_candidates", "row_listing", "indexer_selection", "few_codes",
+    "indexer_bounded",
+)  # fmt: skip
+POOL = 2112  # the first word of the pooled codes
 TYPES = {"int32": np.int32, "uint32": np.uint32, "int64": np.int64, "uint64": np.uint64}
 LIST, LABELS = 4, 132  # where the shared list's values and labels begin
 
@@ -108,7 +112,7 @@ class Cluster:
     """The shared memories of the programs of a row, and where they meet."""
 
     def __init__(self, programs):
-        self.counts, self.words, self.notes = (np.full((programs, n), -7, np.int32) for n in (4128, 520, 192))
+        self.counts, self.words, self.notes = (np.full((programs, n), -7, np.int32) for n in (10304, 520, 192))
         self.barrier = threading.Barrier(programs, timeout=20)
 
 
@@ -134,6 +138,20 @@ def language(program, cluster):
 
     def empty_lists():
         words[[0, 260]] = 0
+
+    def reserve(number):
+        begins = words[260] + np.cumsum(number.array) - number.array
+        words[260] += number.array.sum()
+        return Value(begins.astype(np.int32))
+
+    def put_in_pool(place, code, position, live):
+        chosen = held_once(live) & (place.array < 4096)
+        for start, value in ((POOL, code), (POOL + 4096, position)):
+            counts[start + place.array[chosen]] = np.broadcast_to(value.array, chosen.shape)[chosen]
+
+    def mark(position, live):
+        chosen = position.array[held_once(live)]
+        np.bitwise_or.at(counts.view(np.uint32), chosen >> 5, np.uint32(1) << (chosen & 31).astype(np.uint32))
 
     def set_note(place, number):
         places = place.array if isinstance(place, Value) else place
@@ -178,14 +196,22 @@ def language(program, cluster):
         "listed_labels": lambda place, which: Value(words[260 * which + LABELS + place.array]),
         "listed_by": lambda place, program: Value(cluster.words[program.array, LIST + place.array]),
         "set_note": set_note,
-        "get_note": lambda place: Value(notes[place]),
+        "declare_pool": lambda: None,
+        "reserve": reserve,
+        "reserved_by": lambda program: Value(cluster.words[program.array, 260]),
+        "highest_bit": lambda x: Value(np.int32(int(x.array.view(np.uint32)).bit_length() - 1)),
+        "put_in_pool": put_in_pool,
+        "get_word": lambda place: Value(counts[place.array]),
+        "mark": mark,
+        "ones": lambda word: Value(np.bitwise_count(word.array.view(np.uint32)).astype(np.int32)),
+        "get_note": lambda place: Value(notes[place.array if isinstance(place, Value) else place]),
         "note_of": lambda place, program: Value(cluster.notes[program.array, place.array]),
         "count_of": lambda place, program: Value(cluster.counts[program.array, place.array]),
     }
 
 
-def selection(row, part, warps, cluster):
-    """``select_codes`` for one program."""
+def selection(kernel, row, part, warps, cluster):
+    """The kernel for one program."""
     names: dict[str, Any] = language(SimpleNamespace(row=row, part=part, warps=warps), cluster)
     texts = [(part, (TEMPLATES / f"{part}.py").read_text(encoding="utf-8")) for part in PARTS]
     scores = (TEMPLATES / "indexer_scores.py").read_text(encoding="utf-8")
@@ -199,10 +225,16 @@ def selection(row, part, warps, cluster):
             flags=re.DOTALL | re.MULTILINE,
         )
         exec(compile(text, part, "exec"), names)
-    return names["select_codes"]
+    return names[kernel]
 
 
-def select(codes, peaks, lengths, table, k, warps, ctas, columns, tiles):
+def largest_of_groups(codes, splits, each):
+    """What the scores' launch leaves: the largest code of a warp's 16 keys over ``each`` tiles of a program."""
+    tiles = codes.reshape(len(codes), -1, splits, 4, 16).max(4)
+    return tiles.reshape(len(codes), -1, each, splits, 4).max(2).reshape(len(codes), -1).view(np.int32)
+
+
+def select(codes, peaks, lengths, table, k, warps, ctas, columns, tiles, kernel="select_codes"):
     """All programs of all rows; memory that the launch finds holds rubbish."""
     rows, total = codes.shape
     memory = codes.view(np.int32).flatten()
@@ -210,12 +242,22 @@ def select(codes, peaks, lengths, table, k, warps, ctas, columns, tiles):
     pages = None if table is None else Pointer(table.flatten())
     failures = []
 
+    splits, each = 8, 2
+    tops = largest_of_groups(codes, splits, each)
+
     def run(row, part, cluster):
-        arguments = (Pointer(memory), Pointer(peaks.flatten()), Pointer(lengths), pages, Pointer(kept), Pointer(picked))
-        sample = -(-tiles // 4)
-        constants = (1, total, k, 1, (total // 64, 1), peaks.shape[1], ctas, 8, columns, tiles, sample)
+        given, out = (Pointer(lengths), pages), Pointer(picked)
+        shared = (1, total, k, 1, (total // 64, 1), splits, ctas, 8, columns, tiles, -(-tiles // 4))
+        number = tops.shape[1]
+        few = (number, each, max(number // warps, 32), 1024, max(2048, total // 32))
+        arguments = {
+            "select_codes": (Pointer(peaks.flatten()), *given, Pointer(kept), out, *shared),
+            "select_bounded": (
+                Pointer(tops.flatten()), Pointer(peaks.flatten()), *given, Pointer(kept), out, *shared, *few,
+            ),
+        }  # fmt: skip
         try:
-            selection(row, part, warps, cluster)(*arguments, *constants)
+            selection(kernel, row, part, warps, cluster)(Pointer(memory), *arguments[kernel])
         except BaseException as error:
             failures.append(error)
             cluster.barrier.abort()
@@ -256,6 +298,21 @@ def rows_of(kind, total, generator):
     }[kind]().astype(np.float32)
 
 
+def written(kind, total, lengths, k, generator):
+    """Codes as the scores' launch leaves them, the largest magnitudes, and for one k a table of pages."""
+    scores = rows_of(kind, total, generator)
+    bits = (scores + np.float32(0)).view(np.uint32)
+    codes = np.where(bits >> 31, ~bits, bits ^ np.uint32(1 << 31)).astype(np.uint32)
+    codes[:, 128:192] = 0  # a page that is not there
+    peaks = np.zeros((2, 8), np.int32)
+    for row, limit in enumerate(lengths):
+        seen = -(-limit // 64) * 64
+        codes[row, limit:seen], codes[row, seen:] = 0, generator.integers(0, 1 << 32, total - seen)
+        peaks[row, 2] = np.abs(scores[row, :limit]).max(initial=0).view(np.int32)
+    table = generator.permutation(total // 32).reshape(2, -1).astype(np.int32) if k == 40 else None
+    return codes, peaks, table
+
+
 @pytest.mark.parametrize(
     ("total", "warps", "ctas", "columns", "tiles"),
     [(2048, 2, 1, 1024, 1), (4096, 16, 2, 256, 1), (4096, 2, 1, 512, 4), (4096, 2, 4, 256, 2)],
@@ -265,18 +322,25 @@ def rows_of(kind, total, generator):
 )
 def test_rows_are_cut_exactly(total, warps, ctas, columns, tiles, kind):
     generator = np.random.default_rng(len(kind) + total + ctas)
-    scores = rows_of(kind, total, generator)
-    bits = (scores + np.float32(0)).view(np.uint32)
-    codes = np.where(bits >> 31, ~bits, bits ^ np.uint32(1 << 31)).astype(np.uint32)
-    codes[:, 128:192] = 0  # a page that is not there
     for k in (1, 40, 700):
         for lengths in ([total, total - 77], [k, k - 1], [300, 0]):
-            lengths = np.array(lengths, np.int32)
-            given, peaks = codes.copy(), np.zeros((2, 4), np.int32)
-            for row, limit in enumerate(lengths):
-                seen = -(-limit // 64) * 64
-                given[row, limit:seen], given[row, seen:] = 0, generator.integers(0, 1 << 32, total - seen)
-                peaks[row, 2] = np.abs(scores[row, :limit]).max(initial=0).view(np.int32)
-            table = generator.permutation(total // 32).reshape(2, -1).astype(np.int32) if k == 40 else None
-            picked = select(given, peaks, lengths, table, k, warps, ctas, columns, tiles)
-            assert np.array_equal(picked, wanted(given, lengths, table, k)), (k, lengths)
+            given, peaks, table = written(kind, total, np.array(lengths, np.int32), k, generator)
+            wins = wanted(given, lengths, table, k)
+            picked = select(given, peaks, np.array(lengths, np.int32), table, k, warps, ctas, columns, tiles)
+            assert np.array_equal(picked, wins), (k, lengths)
+
+
+@pytest.mark.parametrize(("total", "warps", "ctas"), [(16384, 4, 1), (16384, 16, 2), (16384, 2, 4)])
+@pytest.mark.parametrize(
+    "kind", ["gaussian", "equal", "half zeros", "mostly negative", "two values", "outliers", "tiny", "ascending"]
+)
+def test_rows_of_which_few_codes_are_looked_at_are_cut_exactly(total, warps, ctas, kind):
+    """Pooled where few codes reach the bound, as by all programs where many do."""
+    generator = np.random.default_rng(len(kind) + warps)
+    for k in (40, 500):
+        for lengths in ([total, total - 77], [k, k - 1], [5000, 0]):
+            given, peaks, table = written(kind, total, np.array(lengths, np.int32), k, generator)
+            wins, columns = wanted(given, lengths, table, k), 512
+            sizes, limits = (columns, total // (ctas * warps * columns)), np.array(lengths, np.int32)
+            picked = select(given, peaks, limits, table, k, warps, ctas, *sizes, "select_bounded")
+            assert np.array_equal(picked, wins), (k, lengths)

@@ -37,6 +37,6 @@ def test_many_rows(kernel, order, scales):
     latent = torch.zeros(pages, 64, 656, dtype=torch.uint8, device="cuda")
     cos, sin = data.angles(1, 2000, 32)
     positions = data.positions(1, 2000, 2560)
-    operands = (latent, None, data.normal(1, 2000, 512), data.normal(1, 2000, 64), positions, cos, sin, table)
+    operands = (latent, None, data.normal(1, 2000, 512), data.normal(1, 2000, 64), positions, cos, sin, table, None)
     attributes = {"rope_style": "interleaved", "descriptor": str(form)}
     CASES.written(kernel, "latent_write", CASES.LATENT_OPERANDS, operands, attributes, ["latent"])

@@ -13,6 +13,9 @@ OPERANDS = ("q", "keys", "weights", "lengths", "mask", "block_table")
 PAGES = str(IndexKeyDescriptor("paged", "float8_e4m3fn", 128, page_size=64, scales="power2"))
 PAGE_BYTES = 64 * 132
 NOT_A_NUMBER = 0x7F
+BOUNDED = [{"ctas": 1, "selects": "select_bounded"}, {"ctas": 16, "selects": "select_bounded"}]
+SHORT = [{"ctas": 1}, {"ctas": 8}]  # how rows of 8,192 codes are selected from
+LONG = [{"ctas": 1}, {"ctas": 16}, *BOUNDED]
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +56,11 @@ def plain(batch, total, tokens=1, heads=16, lengths=None):
 def built(kernel, operands, k, rows=False, **options):
     descriptor = PAGES if operands[1].dtype == torch.uint8 else ""
     attributes = {"k": k, "scale": 0.5, "rows": rows, "descriptor": descriptor}
-    options = {"form": "two launches", **options}
+    options = {"form": "two launches", "selects": "select_codes", **options}
     module = kernel(
         "lightning_indexer", dict(zip(OPERANDS, operands, strict=True)), attributes, target="cuda", **options
     )
-    assert hasattr(module, "select_codes")
+    assert hasattr(module, options.get("selects", "select_codes"))
     return module.launch
 
 
@@ -80,9 +83,17 @@ def test_exact_sets(kernel, make, ctas, k):
     agree(kernel, make(3, 32768, lengths=[32768, 20011, 1500]), k, ctas=ctas)
 
 
-@pytest.mark.parametrize("ctas", [1, 8])
-def test_query_rows_have_limits_of_their_own(kernel, ctas):
-    agree(kernel, packed(2, 16384, tokens=3, lengths=[16000, 700]), 512, ctas=ctas)
+@pytest.mark.parametrize("how", [*SHORT, *BOUNDED])
+def test_query_rows_have_limits_of_their_own(kernel, how):
+    agree(kernel, packed(2, 16384, tokens=3, lengths=[16000, 700]), 512, **how)
+
+
+@pytest.mark.parametrize("make", [packed, plain])
+@pytest.mark.parametrize("k", [100, 2048, 4500])
+@pytest.mark.parametrize("how", BOUNDED)
+def test_few_codes_are_looked_at(kernel, make, k, how):
+    """Fewer than 4,096 reach the bound, or more; short rows beside long ones."""
+    agree(kernel, make(3, 131072, lengths=[131072, 70011, 1500]), k, **how)
 
 
 @pytest.mark.parametrize("heads", [32, 64, 128])
@@ -90,22 +101,22 @@ def test_heads(kernel, heads):
     agree(kernel, packed(5, 8192, heads=heads), 300, ctas=1)
 
 
-@pytest.mark.parametrize("ctas", [1, 8])
-def test_short_rows(kernel, ctas):
-    agree(kernel, packed(5, 8192, lengths=[0, 1, 64, 299, 300]), 300, ctas=ctas)
+@pytest.mark.parametrize("how", SHORT)
+def test_short_rows(kernel, how):
+    agree(kernel, packed(5, 8192, lengths=[0, 1, 64, 299, 300]), 300, **how)
 
 
-@pytest.mark.parametrize("ctas", [1, 8])
-def test_unmapped_pages(kernel, ctas):
+@pytest.mark.parametrize("how", SHORT)
+def test_unmapped_pages(kernel, how):
     operands = packed(5, 8192, lengths=[8192] * 5)
     operands[5][0, 7:40] = -1
     operands[5][1, 3:] = -1
-    agree(kernel, operands, 300, ctas=ctas)
+    agree(kernel, operands, 300, **how)
 
 
-@pytest.mark.parametrize("ctas", [1, 16])
+@pytest.mark.parametrize("how", LONG)
 @pytest.mark.parametrize("values", [(3.0,), (0.0,), (1.0, 0.0), (1.0, 1.0078125), (-1.0, -2.0), (1e-4, 1e4, -3.0)])
-def test_crowded_bins(kernel, ctas, values):
+def test_crowded_bins(kernel, how, values):
     """Rows of few values: ties are cut by index."""
     q = torch.zeros(1, 1, 16, 128, dtype=torch.bfloat16, device="cuda")
     q[0, 0, 0, 0], q[0, 0, 1, 0] = 1.0, -1.0
@@ -114,12 +125,12 @@ def test_crowded_bins(kernel, ctas, values):
     keys = torch.zeros(1, 65536, 128, dtype=torch.bfloat16, device="cuda")
     keys[0, :, 0] = torch.tensor(values, device="cuda").repeat(65536)[:65536]
     for k in (64, 2048):
-        agree(kernel, (q, keys, weights, None, None, None), k, ctas=ctas)
+        agree(kernel, (q, keys, weights, None, None, None), k, **how)
 
 
-@pytest.mark.parametrize("ctas", [1, 16])
+@pytest.mark.parametrize("how", LONG)
 @pytest.mark.parametrize("outlier", [1e3, 1e20, float("inf"), float("nan")])
-def test_near_constant_rows_with_outliers(kernel, ctas, outlier):
+def test_near_constant_rows_with_outliers(kernel, how, outlier):
     q = torch.zeros(1, 1, 16, 128, dtype=torch.bfloat16, device="cuda")
     q[0, 0, 0, 0], q[0, 0, 1, 0] = 1.0, -1.0
     weights = torch.zeros(1, 1, 16, device="cuda")
@@ -127,26 +138,26 @@ def test_near_constant_rows_with_outliers(kernel, ctas, outlier):
     keys = torch.zeros(1, 65536, 128, dtype=torch.bfloat16, device="cuda")
     keys[0, :, 0] = 1.0 + torch.randint(0, 3, (65536,), device="cuda") / 128
     keys[0, 5::16384, 0] = outlier
-    agree(kernel, (q, keys, weights, None, None, None), 2048, ctas=ctas)
+    agree(kernel, (q, keys, weights, None, None, None), 2048, **how)
 
 
-@pytest.mark.parametrize("ctas", [1, 8])
-def test_what_lies_behind_the_row_is_not_read_into_it(kernel, ctas):
+@pytest.mark.parametrize("how", SHORT)
+def test_what_lies_behind_the_row_is_not_read_into_it(kernel, how):
     operands = packed(5, 8192, lengths=[5000, 900, 0, 64, 8000])
-    clean = built(kernel, operands, 300, ctas=ctas)(*operands)
+    clean = built(kernel, operands, 300, **how)(*operands)
     flat = operands[1].view(-1, PAGE_BYTES)
     for row, limit in enumerate((5000, 900, 0, 64, 8000)):
         page, offset = operands[5][row, limit // 64].long(), limit % 64
         flat[page, offset * 128 : 8192] = NOT_A_NUMBER
         flat[page, 8192 + 4 * offset :] = NOT_A_NUMBER | 0x80
         flat[operands[5][row, limit // 64 + 1 :].long()] = NOT_A_NUMBER
-    assert torch.equal(clean, built(kernel, operands, 300, ctas=ctas)(*operands))
+    assert torch.equal(clean, built(kernel, operands, 300, **how)(*operands))
 
 
-@pytest.mark.parametrize("ctas", [1, 4])
-def test_cache_rows(kernel, ctas):
+@pytest.mark.parametrize("how", [{"ctas": 1}, {"ctas": 4}])
+def test_cache_rows(kernel, how):
     operands = packed(3, 8192, lengths=[8192, 700, 0])
-    picked = built(kernel, operands, 512, rows=True, ctas=ctas)(*operands)
+    picked = built(kernel, operands, 512, rows=True, **how)(*operands)
     assert torch.equal(picked, expected(operands, 512, rows=True))
 
 
@@ -185,11 +196,11 @@ def test_pages_past_31_bits_of_bytes(kernel):
     assert torch.equal(picked, expected(small, 300))
 
 
-@pytest.mark.parametrize("ctas", [1, 8])
-def test_a_call_is_two_kernels_in_a_graph(kernel, ctas, monkeypatch):
+@pytest.mark.parametrize("how", SHORT)
+def test_a_call_is_two_kernels_in_a_graph(kernel, how, monkeypatch):
     """Nothing has to be cleared between calls, so no memset stands beside them."""
     operands = packed(5, 8192)
-    launch = built(kernel, operands, 300, ctas=ctas)
+    launch = built(kernel, operands, 300, **how)
     # The fixture's poison is a kernel for each new tensor.
     monkeypatch.setitem(launch.__globals__, "torch", torch)
     if launch.__kwdefaults__:
@@ -209,11 +220,12 @@ def captured(launch, operands, wanted, wrong, calls=4):
     return graph
 
 
-def test_replays_beside_random_delays_give_the_same_bits(kernel):
+@pytest.mark.parametrize("how", [{"ctas": 8}, {"ctas": 8, "selects": "select_bounded"}])
+def test_replays_beside_random_delays_give_the_same_bits(kernel, how):
     """10,000 replays, while another stream takes multiprocessors away for random times."""
     operands = packed(8, 32768, lengths=[32768, 30000, 25000, 20000, 15000, 10000, 5000, 100])
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    graph = captured(built(kernel, operands, 2048, ctas=8), operands, expected(operands, 2048), wrong)
+    graph = captured(built(kernel, operands, 2048, **how), operands, expected(operands, 2048), wrong)
     delays = torch.cuda.Stream()
     load = torch.randn(1 << 22, device="cuda")
     cycles = torch.randint(100, 60000, (10000,)).tolist()
