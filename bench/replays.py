@@ -5,26 +5,25 @@
 Programs: K3.1 at width and a wide one by hand (``kimigraph.bench.branches``), in planned arenas, on as many streams as
 is legal. Each replay has delays of its own; beside it the same program on one stream, without delays, gets the same
 inputs. Outputs are compared after each replay, caches and states after every hundredth, where they begin anew.
+``--seconds`` ends a program's replays behind a hundredth once they took so long; ``--programs DIR`` keeps the programs
+of K3.1.
 """
 
 import argparse
 import json
+import shutil
 import sys
-import tempfile
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from k31_decode import example, program_of, random_model
 from run_facts import run_facts
+from step_programs import StepPrograms, kept_in
 
 from kimigraph.bench.branches import branches
 from kimigraph.bench.delays import Delays
-from kimigraph.capture import capture_module
-from kimigraph.capture.program import tensors_of
 from kimigraph.codegen import build_artifact
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.program import InputSpec
@@ -68,7 +67,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def compare(name: str, many: Executor, one: Executor, tensors: list[torch.Tensor], replays: int) -> dict[str, Any]:
+def compare(
+    name: str, many: Executor, one: Executor, tensors: list[torch.Tensor], options: argparse.Namespace
+) -> dict[str, Any]:
     """Replay both programs and count what differs."""
     delays = Delays(many)
     ours, theirs = Side(many, tensors), Side(one, tensors)
@@ -76,8 +77,8 @@ def compare(name: str, many: Executor, one: Executor, tensors: list[torch.Tensor
     theirs.capture()
     changing = [place for place, spec in enumerate(many.caller_inputs) if changes(spec)]
     found = torch.zeros((), dtype=torch.int64, device="cuda")
-    start = time.perf_counter()
-    for number in range(replays):
+    start, done = time.perf_counter(), 0
+    for number in range(options.replays):
         delays.draw()
         if number % ANEW == 0:
             ours.begin_anew()
@@ -86,12 +87,17 @@ def compare(name: str, many: Executor, one: Executor, tensors: list[torch.Tensor
             draw_input(ours.tensors[place], many.caller_inputs[place])
             theirs.tensors[place].copy_(ours.tensors[place])
         found += differences(ours.step(), theirs.step())
-        if number % ANEW == ANEW - 1:
+        done = number + 1
+        if done % ANEW == 0:
             found += differences(ours.tensors, theirs.tensors)
+            torch.cuda.synchronize()
+            if time.perf_counter() - start > options.seconds:
+                break
     finite = all(bool(item.isfinite().all()) for item in ours.step() if item.is_floating_point())
     record = {
         "program": name,
-        "replays": replays,
+        "replays": done,
+        "target": many.manifest.target,
         "streams": many.manifest.streams,
         "delays": delays.count,
         "longest_delay_us": delays.longest / 1000,
@@ -116,30 +122,28 @@ def draw_input(tensor: torch.Tensor, spec: InputSpec) -> None:
         tensor.random_(0, 1000)
 
 
-def wide(streams: int, scratch: Path, replays: int) -> dict[str, Any]:
+def wide(streams: int, scratch: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The wide program on so many streams."""
 
     def built(count: int) -> Executor:
         directory = scratch / f"wide-{streams}-{count}"
+        shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
         build_artifact(branches(count), "cuda", directory, self_test=False)
         return Executor(directory, {})
 
     many = built(streams)
     tensors = [torch.zeros(spec.shape, device="cuda") for spec in many.caller_inputs]
-    return compare(f"wide, {streams} streams", many, built(1), tensors, replays)
+    return compare(f"wide, {streams} streams", many, built(1), tensors, options)
 
 
-def k31(layers: int, batch: int, context: int, scratch: Path, replays: int) -> dict[str, Any]:
+def k31(kept: Path, options: argparse.Namespace) -> dict[str, Any]:
     """K3.1 at width with streams forced."""
-    model = random_model(layers, torch.bfloat16)
-    args = example(model, batch, context)
-    config = CompileConfig(target="cuda", batch=batch, context=context)
-    captured = capture_module(model, args, {}, config)
-    many, _, _ = program_of(captured, replace(config, force_streams=True), scratch / "many")
-    one, _, _ = program_of(captured, replace(config, streams=1), scratch / "one")
-    tensors = [t for s, t in zip(captured.inputs, tensors_of(captured, args, {}), strict=True) if not s.bound]
-    return compare(f"K3.1, {layers} layers, B{batch}", many, one, tensors, replays)
+    shape = CompileConfig(batch=options.batch, context=options.context)
+    programs = StepPrograms(shape, options.layers, kept)
+    many, one = (programs.program(form).executor for form in ("forced", "one"))
+    name = f"K3.1, {options.layers} layers, B{options.batch}, {options.context} positions"
+    return compare(name, many, one, programs.given, options)
 
 
 def main() -> None:
@@ -149,6 +153,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--replays", type=int, default=10_000)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of one program's replays")
+    parser.add_argument("--wide", type=int, nargs="*", default=[2, 3], help="streams of the wide programs")
+    parser.add_argument("--programs", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     document: dict[str, Any] = {
@@ -156,11 +163,10 @@ def main() -> None:
         "rows": [],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        runs = [partial(wide, streams, scratch, options.replays) for streams in (2, 3)]
+    with kept_in(options.programs) as kept:
+        runs = [partial(wide, streams, kept, options) for streams in options.wide]
         if options.layers:
-            runs.append(partial(k31, options.layers, options.batch, options.context, scratch, options.replays))
+            runs.append(partial(k31, kept, options))
         for run in runs:
             document["rows"].append(run())
             options.out.write_text(json.dumps(document, indent=1) + "\n")

@@ -11,6 +11,7 @@ from typing import ClassVar
 from torch.fx import Graph, Node
 
 from kimigraph.ir.dependences import Dependence, starts_work, work_dependences
+from kimigraph.ir.halves import halves_of
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.provenance import module_path, source_line
 from kimigraph.ir.remarks import PassResult, Remark
@@ -23,12 +24,14 @@ from kimigraph.passes.scheduling.branches import (
     best_placement,
     bound_to_caller,
     costs_of,
-    on_one_stream,
+    duration_of,
 )
 from kimigraph.passes.scheduling.halves import half_batches
-from kimigraph.passes.scheduling.recording import record_main_first, set_waits
+from kimigraph.passes.scheduling.recording import record_by_time, record_main_first, set_waits
 from kimigraph.passes.scheduling.segments import Segment, segments
 
+PLANNED = "planned_ns"
+"""Statistic: nanoseconds of the program as placed, by the model that decides on forks."""
 MOST_TOKENS = 8
 """A first run (docs/schedule.md): forks gained at 1 and 8 tokens and lost at 64, where a library has large kernels."""
 
@@ -73,14 +76,22 @@ class AssignStreams(Pass):
         if hindrance:
             return PassResult(False, (*halves, self._note(f"one stream: {hindrance}")))
         dependences = work_dependences(graph)
-        forks, remarks = self._forks(dependences, context, count, force)
+        serial = sum(duration_of(node, context.device).seconds for node in dependences)
+        whole = self.whole or halves_of(program) is not None
+        forks, remarks = self._forks(dependences, context, count, force, whole)
         if not forks:
-            return PassResult(False, (*remarks, *halves, self._note(_why_serial(remarks))))
-        _apply(graph, forks, dependences)
+            return PassResult(
+                False, (*remarks, *halves, self._note(_why_serial(remarks))), {PLANNED: round(serial * 1e9)}
+            )
+        _apply(graph, forks, dependences, by_time=halves_of(program) is not None)
         program.graph_module.recompile()
         events = {name for node in graph.nodes for name in waits_of(node)}
         aside = sum(len(placement.aside) for _, placement in forks)
-        return PassResult(True, (*remarks, *halves), {"forks": len(forks), "aside": aside, "events": len(events)})
+        gained = sum(placement.serial - placement.seconds for _, placement in forks)
+        statistics = {"forks": len(forks), "aside": aside, "events": len(events)}
+        if not force:
+            statistics[PLANNED] = round((serial - gained) * 1e9)
+        return PassResult(True, (*remarks, *halves), statistics)
 
     def forks(self, program: CapturedProgram, context: PassContext) -> bool:
         """Whether nodes of this program may leave the caller's stream where that pays."""
@@ -96,50 +107,48 @@ class AssignStreams(Pass):
         if context.device.units < 2:
             return f"{context.device.name} runs one kernel at a time"
         tokens = int(program.info.get("batch", 1)) * int(program.info.get("tokens", 1))
-        if tokens > self.tokens:
+        if tokens > self.tokens and halves_of(program) is None:
             return f"kernels for {tokens} tokens fill the device; forks pay up to {self.tokens} (option tokens)"
         return ""
 
     def _forks(
-        self, dependences: dict[Node, list[Dependence]], context: PassContext, count: int, force: bool
+        self, dependences: dict[Node, list[Dependence]], context: PassContext, count: int, force: bool, whole: bool
     ) -> tuple[list[tuple[Segment, Placement]], list[Remark]]:
         forks: list[tuple[Segment, Placement]] = []
         remarks: list[Remark] = []
-        whole = [Segment(tuple(dependences), None)] if self.whole and dependences else []
-        for segment in whole or segments(dependences):
+        for segment in [Segment(tuple(dependences), None)] if whole and dependences else segments(dependences):
             costs = _forced_costs(segment) if force else costs_of(segment.nodes, context.device)
-            serial = on_one_stream(segment.nodes, costs)
             placement = best_placement(segment.nodes, dependences, costs, count)
-            gain = (serial - placement.seconds) * 1e6
+            gain = (placement.serial - placement.seconds) * 1e6
             if not placement.aside:
                 continue
             if not force and gain < self.least_gain_us:
-                remarks.append(self._missed(segment, serial, placement))
+                remarks.append(self._missed(placement))
             elif context.allow(f"a fork at {segment.nodes[0].name} ({source_line(segment.nodes[0])})"):
                 forks.append((segment, placement))
-                remarks.append(self._passed(segment, serial, placement, force))
+                remarks.append(self._passed(segment, placement, force))
         return forks, remarks
 
     def _halves(self, program: CapturedProgram, context: PassContext) -> list[Remark]:
         """What two interleaved half-batches would cost at least: they overlap layers, which one batch cannot."""
-        if int(program.info.get("batch", 1)) < 2:
+        if int(program.info.get("batch", 1)) < 2 or halves_of(program) is not None:
             return []
         nodes = [node for node in program.graph_module.graph.nodes if starts_work(node)]
         halves = half_batches(nodes, {spec.name: spec for spec in program.inputs}, context.device)
         return [self._note(halves.describe(context.device))]
 
-    def _passed(self, segment: Segment, serial: float, placement: Placement, force: bool) -> Remark:
+    def _passed(self, segment: Segment, placement: Placement, force: bool) -> Remark:
         first, aside = segment.nodes[0], placement.aside
-        price = "because it is legal" if force else _prices(serial, placement)
+        price = "because it is legal" if force else _prices(placement)
         message = f"{_listed(aside)} run beside {_listed(_main(placement))}: {price}"
         nodes = tuple(node.name for node in segment.nodes)
         return Remark(
             "passed", self.name, message, aside[0].name, source_line(first), nodes, score=1, module=module_path(first)
         )
 
-    def _missed(self, segment: Segment, serial: float, placement: Placement) -> Remark:
+    def _missed(self, placement: Placement) -> Remark:
         aside = placement.aside
-        message = f"{_listed(aside)} could run beside {_listed(_main(placement))}: {_prices(serial, placement)}"
+        message = f"{_listed(aside)} could run beside {_listed(_main(placement))}: {_prices(placement)}"
         message += f", less than {self.least_gain_us} us gained"
         remedy = f"{self.name}{{least-gain-us=0}} forks for any gain, --force-streams for none"
         return Remark(
@@ -162,14 +171,24 @@ def _forced_costs(segment: Segment) -> Costs:
     return Costs(durations, 0.0, bound_to_caller(segment.nodes))
 
 
-def _apply(graph: Graph, forks: Sequence[tuple[Segment, Placement]], dependences: dict[Node, list[Dependence]]) -> None:
+def _apply(
+    graph: Graph,
+    forks: Sequence[tuple[Segment, Placement]],
+    dependences: dict[Node, list[Dependence]],
+    *,
+    by_time: bool,
+) -> None:
+    """Give nodes their streams, an order and waits: the main branch first, or two halves as their nodes begin."""
     output = next(iter(reversed(graph.nodes)))
     joins: dict[Node, list[Node]] = {}
     for segment, placement in forks:
         for node in placement.aside:
             node.meta["stream"] = placement.streams[node]
         _follow(segment, segment.closer or output)
-        record_main_first(segment.nodes[0], segment.closer or output)
+        if by_time:
+            record_by_time(segment.nodes[0], segment.closer or output, placement.begins)
+        else:
+            record_main_first(segment.nodes[0], segment.closer or output)
         joins[segment.closer or output] = placement.aside
     set_waits(graph, dependences, joins)
 
@@ -194,8 +213,8 @@ def _listed(nodes: Sequence[Node]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
-def _prices(serial: float, placement: Placement) -> str:
-    return f"{serial * 1e6:.2f} us on one stream, {placement.seconds * 1e6:.2f} us forked, events included"
+def _prices(placement: Placement) -> str:
+    return f"{placement.serial * 1e6:.2f} us on one stream, {placement.seconds * 1e6:.2f} us forked, events included"
 
 
 def _why_serial(remarks: Sequence[Remark]) -> str:

@@ -46,10 +46,13 @@ def duration_of(node: Node, device: Device) -> Duration:
 
 @dataclass(frozen=True)
 class Placement:
-    """Streams of a segment's nodes, and the seconds from its begin until the main stream has joined the others."""
+    """Streams of a segment's nodes; seconds on one stream, from its begin until the main stream has joined the others,
+    and until each node begins."""
 
     streams: Mapping[Node, int]
+    serial: float
     seconds: float
+    begins: Mapping[Node, float]
 
     @property
     def aside(self) -> list[Node]:
@@ -104,10 +107,11 @@ def place_on_streams(
     place = {node: index for index, node in enumerate(nodes)}
     streams: dict[Node, int] = {}
     done: dict[Node, float] = {}
+    begins: dict[Node, float] = {}
     free, device_free = [0.0] * count, 0.0
     for node in sorted(nodes, key=lambda node: (-remaining[node], place[node])):
         duration = costs.durations[node]
-        best: tuple[float, int, int] | None = None
+        best: tuple[float, int, int, float] | None = None
         for stream in range(1 if node in costs.pinned else count):
             ready = max(
                 (done[other] + (costs.event_seconds if streams[other] != stream else 0.0) for other in waits[node]),
@@ -116,14 +120,14 @@ def place_on_streams(
             start = max(free[stream], ready)
             finish = max(start + duration.fixed, device_free) + duration.busy
             events = sum(streams[other] != stream for other in waits[node])
-            best = min(best or (finish, events, stream), (finish, events, stream))
+            best = min(best or (finish, events, stream, start), (finish, events, stream, start))
         assert best is not None
-        finish, _, stream = best
+        finish, _, stream, begins[node] = best
         streams[node], done[node], free[stream] = stream, finish, finish
         if duration.busy:
             device_free = finish
     joined = max(time + (costs.event_seconds if stream and time else 0.0) for stream, time in enumerate(free))
-    return Placement({node: streams[node] for node in nodes}, joined)
+    return Placement({node: streams[node] for node in nodes}, on_one_stream(nodes, costs), joined, begins)
 
 
 def _remaining(nodes: Sequence[Node], waits: Mapping[Node, Sequence[Node]], costs: Costs) -> dict[Node, float]:

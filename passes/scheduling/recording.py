@@ -1,6 +1,6 @@
 """The order in which the nodes of a forked segment are recorded, and the fewest waits that keep all dependences."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from torch.fx import Graph, Node
@@ -14,18 +14,28 @@ def record_main_first(first: Node, closer: Node) -> bool:
 
     All dependences between nodes are kept. Returns whether anything moved.
     """
+    return _record(first, closer, lambda node: float(stream_of(node) > 0))
+
+
+def record_by_time(first: Node, closer: Node, begins: Mapping[Node, float]) -> bool:
+    """As ``record_main_first``, but what begins first goes first: each stream has its nodes in that order."""
+    return _record(first, closer, lambda node: begins.get(node, -1.0))
+
+
+def _record(first: Node, closer: Node, rank: Callable[[Node], float]) -> bool:
     nodes: list[Node] = []
     node = first
     while node is not closer:
         nodes.append(node)
         node = node.next
-    order = _main_first(nodes)
+    order = _ordered(nodes, rank)
     for node in order:
         closer.prepend(node)
     return order != nodes
 
 
-def _main_first(nodes: Sequence[Node]) -> list[Node]:
+def _ordered(nodes: Sequence[Node], rank: Callable[[Node], float]) -> list[Node]:
+    """An order that keeps all dependences: of what can go next, what has the lowest rank and stands first."""
     place = {node: index for index, node in enumerate(nodes)}
     followers: dict[Node, list[Node]] = {node: [] for node in nodes}
     waiting: dict[Node, int] = {}
@@ -34,7 +44,7 @@ def _main_first(nodes: Sequence[Node]) -> list[Node]:
         waiting[node] = len(sources)
         for source in sources:
             followers[source].append(node)
-    ready = [(stream_of(node) > 0, place[node]) for node in nodes if not waiting[node]]
+    ready = [(rank(node), place[node]) for node in nodes if not waiting[node]]
     heapify(ready)
     order: list[Node] = []
     while ready:
@@ -43,7 +53,7 @@ def _main_first(nodes: Sequence[Node]) -> list[Node]:
         for follower in followers[node]:
             waiting[follower] -= 1
             if not waiting[follower]:
-                heappush(ready, (stream_of(follower) > 0, place[follower]))
+                heappush(ready, (rank(follower), place[follower]))
     return order
 
 

@@ -206,6 +206,26 @@ def test_shapes_that_alternate_have_a_graph_each_and_no_more_than_asked_for() ->
     assert small.graphs is not None and small.graphs.captured == 1
 
 
+class HostTable(torch.nn.Module):
+    """Makes a tensor of numbers of the host in every step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
+
+
+def test_numbers_of_the_host_are_not_read_again_by_replays() -> None:
+    """Another shape runs in between, and the host's memory is used again."""
+    config = CompileConfig(target="cuda", cache="off", report=False, cuda_graph=True)
+    small, large = torch.zeros(2, 4, device="cuda"), torch.zeros(8, 4, device="cuda")
+    compiled = kimigraph.optimize(HostTable(), (small,), config)
+    wanted = torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda")
+    for _ in range(6):
+        for x in (small, small, large):
+            assert torch.equal(compiled(x), wanted.expand_as(x))
+        torch.full((64, 4), 9.0).pin_memory().to("cuda", non_blocking=True)
+    assert compiled.graphs is not None and compiled.graphs.captured == 2
+
+
 def test_replaced_caches_leave_memory() -> None:
     compiled, _ = toy()
     x, held = torch.randn(4, 64, device="cuda"), torch.zeros(2**24, device="cuda")
