@@ -1,0 +1,57 @@
+"""Weights that stay packed: MXFP4 of a checkpoint, byte by byte into the planes that kernels read."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from kimigraph.ir.program import InputSpec
+from kimigraph.ir.reference.mxfp4 import GROUP, ROW_BYTES
+from kimigraph.weights.plan import Copy
+from kimigraph.weights.quantized import Mxfp4
+
+
+class PackedTensors:
+    """The planes (``mxfp4_quantize``) of some tensors, by the names that ``names`` gives these.
+
+    Nothing is rounded and no real weight is made. A tensor of which the checkpoint has any piece in another format is
+    left to be read as real numbers.
+    """
+
+    def __init__(self, names: Mapping[str, str], specs: Mapping[str, InputSpec], device: torch.device | str) -> None:
+        self._names, self._specs, self._device = names, specs, device
+        self._chosen: set[str] = set()
+        self.tensors: dict[str, Tensor] = {}
+        """The planes that were made."""
+
+    def choose(self, copies: Iterable[Copy]) -> None:
+        """Decide which tensors are taken, from all copies that there are."""
+        pieces: defaultdict[str, list[Copy]] = defaultdict(list)
+        for copy in copies:
+            pieces[copy.name].append(copy)
+        for name, parts in pieces.items():
+            if name in self._names and all(isinstance(part.stored, Mxfp4) and not part.piece.padded for part in parts):
+                self._chosen.add(name)
+
+    def take(self, copy: Copy) -> bool:
+        """Copy codes and scales of a piece to their places; False where the tensor is not taken."""
+        if copy.name not in self._chosen or not isinstance(copy.stored, Mxfp4):
+            return False
+        for place, source in zip(self._planes(copy.name), (copy.stored.values, copy.stored.scale), strict=True):
+            values = source.read().view(torch.uint8)
+            if copy.piece.take is not None:
+                values = values[slice(*copy.piece.take)]
+            place[copy.piece.put].copy_(values)
+        return True
+
+    def _planes(self, name: str) -> tuple[Tensor, Tensor]:
+        """Codes [.., rows, columns / 2] and scales [.., rows, columns / 32] of a plane, made when first asked for."""
+        *outer, rows, columns = self._specs[name].shape
+        made, groups = self._names[name], columns // GROUP
+        if made not in self.tensors:
+            shape = (*outer, rows, groups * ROW_BYTES)
+            self.tensors[made] = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        flat = self.tensors[made].flatten(-2)
+        codes, scales = flat.split([rows * columns // 2, rows * groups], dim=-1)
+        return codes.unflatten(-1, (rows, columns // 2)), scales.unflatten(-1, (rows, groups))
