@@ -1,4 +1,4 @@
-"""Shapes, strides and tiles of the KDA step."""
+"""Shapes, strides and tiles of the KDA step, and of its forms that leave the states as they are."""
 
 import math
 from typing import Any
@@ -10,7 +10,8 @@ from kimigraph.codegen.specialize.rendering import ahead_of_time, needed, padded
 MOST_STATE = 256 * 256  # fp32 state elements of one head: the register file of one SM
 STATE_PER_WARP = 2048  # 64 registers a thread
 GLUON_SIDE = 128
-MOST_TOKENS = 8  # the loop over tokens is unrolled
+MOST_TOKENS = 9  # a token and eight drafts; the loop over tokens is unrolled
+RECORDS = ("keys", "decays", "deltas", "inputs", "states")
 SCHEDULES = (  # programs at most, parts of a state, streaming
     (132, 1, False),
     (1 << 31, 2, False),
@@ -22,6 +23,7 @@ def build(request: KernelRequest) -> KernelModule:
     names = ("qkv", "conv_weight", "conv_state", "gate", "dt_bias", "a_log", "beta", "state")
     qkv, taps, conv, gate, bias, rate, beta, state = (needed(request, name) for name in names)
     out_gate, norm, wide = (request.tensors.get(name) for name in ("out_gate", "norm_weight", "gate_weight"))
+    records = {name: record(request, name) for name in RECORDS}
     attributes = request.attributes
     batch, tokens = qkv.shape[:2]
     heads = math.prod(rate.shape)
@@ -71,16 +73,31 @@ def build(request: KernelRequest) -> KernelModule:
         "slots": request.tensors.get("slots"),
         "gate_weight": wide,
         "out": qkv.dtype,
+        **records,
     }
+    keeps = records["inputs"] is not None
     launch = {"out": (batch, tokens, heads, value_dim), "grid": (batch * heads,)}
     if request.target.startswith("cuda") and fits_gluon(constants):
-        return build_gluon(launch, operands, constants)
+        return build_gluon(request.op, launch, operands, constants)
     options = {"num_warps": min(max(block_k * block_v // STATE_PER_WARP, 1), 16), "num_stages": 1}
-    if tokens == 1 and options["num_warps"] == 8:
+    if tokens == 1 and options["num_warps"] == 8 and not keeps:
         # Two programs share an SM: one computes while the other waits for its state.
         options["maxnreg"] = 128
-    text = render("kda_decode", {**launch, "kda_step": constants, "options": options})
+    text = render(request.op, {**launch, "kda_step": constants, "options": options})
     return KernelModule(text, (ahead_of_time("kda_step", operands, constants, options),))
+
+
+def record(request: KernelRequest, name: str) -> TensorSpec | None:
+    """A tensor that the kernel fills row by row; CompileError where its rows do not follow one another."""
+    if request.tensors.get(name) is None:
+        return None
+    spec = needed(request, name)
+    stride = 1
+    for size, step in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if size > 1 and step != stride:
+            raise refuse(request, f"{name} has the strides {list(spec.stride)}", "give a contiguous tensor")
+        stride *= size
+    return spec
 
 
 def fits_gluon(constants: dict[str, Any]) -> bool:
@@ -93,18 +110,33 @@ def fits_gluon(constants: dict[str, Any]) -> bool:
 
 
 def build_gluon(
-    launch: dict[str, Any], operands: dict[str, TensorSpec | str | None], constants: dict[str, Any]
+    op: str, launch: dict[str, Any], operands: dict[str, TensorSpec | str | None], constants: dict[str, Any]
 ) -> KernelModule:
-    """The same step in the form for heads of 128; see ``parts_and_streaming``."""
+    """The same step in the form for heads of 128; see ``parts_and_streaming``.
+
+    Products and sums stay apart where the text does not join them: the compiler would join others in the step that
+    verifies drafts than here, and its records would not be what this step adds to the state.
+    """
     absent = ("K", "V", "W", "N", "BLOCK_K", "BLOCK_V", "BLOCK_N", "INTERPRET")
     constants = {name: value for name, value in constants.items() if name not in absent}
-    parts, stream = parts_and_streaming(launch["grid"][0]) if constants["S"] == 1 else (1, False)
-    constants |= {"BLOCKS": parts, "STREAM": stream}
-    options = {"num_warps": 8}
-    if constants["S"] == 1:
-        options["maxnreg"] = 128  # two programs share an SM
-    text = render("kda_decode_gluon", {**launch, "kda_step": constants, "options": options})
-    return KernelModule(text, (ahead_of_time("kda_step", operands, constants, options),))
+    options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+    if operands["inputs"] is not None:
+        kernel = "kda_verify_step"
+        if operands["states"] is None:
+            options["maxnreg"] = 128  # two programs share an SM; who writes states as well waits for memory alone
+        operands = {name: spec for name, spec in operands.items() if name not in ("slots", "gate_weight")}
+        constants = {name: value for name, value in constants.items() if name not in ("GATE_WEIGHT_STRIDE", "RANK")}
+        constants["PADDED"] = padded(constants["S"])
+        del constants["BLOCK_R"]
+    else:
+        kernel = "kda_step"
+        operands = {name: spec for name, spec in operands.items() if name not in RECORDS}
+        parts, stream = parts_and_streaming(launch["grid"][0]) if constants["S"] == 1 else (1, False)
+        constants |= {"BLOCKS": parts, "STREAM": stream}
+        if constants["S"] == 1:
+            options["maxnreg"] = 128  # two programs share an SM
+    text = render(f"{op}_gluon", {**launch, kernel: constants, "options": options})
+    return KernelModule(text, (ahead_of_time(kernel, operands, constants, options),))
 
 
 def parts_and_streaming(programs: int) -> tuple[int, bool]:

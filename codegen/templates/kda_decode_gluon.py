@@ -14,21 +14,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kimigraph.codegen.templates.kda_gate import log_decay, sigmoid
+from kimigraph.codegen.templates.kda_sums import add_pairs, add_triples
 from kimigraph.codegen.templates.launch_order import let_next_launch_start
 
 CONSTANTS: dict[str, Any] = {}
-
-
-@gluon.jit
-def add_pairs(a, b, c, d):
-    """The sum of two pairs, for one reduction of two tensors."""
-    return a + c, b + d
-
-
-@gluon.jit
-def add_triples(a, b, c, d, e, f):
-    """The sum of two triples."""
-    return a + d, b + e, c + f
 
 
 @gluon.jit
@@ -212,7 +201,8 @@ def kda_step(
             recalled, read = gl.reduce((memory * key, memory * query), 1, add_pairs)
             delta = sigmoid(strength.to(gl.float32)) * (value - recalled * norm_k)
             result = read * norm_q + delta * agreement
-            memory = memory + gl.expand_dims(delta * norm_k, 1) * key
+            # One rounding, here and where tokens are verified and replayed: they then agree to the bit.
+            memory = gl.fma(gl.expand_dims(delta * norm_k, 1), key, memory)
             if S == 1:
                 store_state(place + block * ROWS * STATE_STRIDE[2], memory, live, STREAM)
             else:

@@ -305,7 +305,9 @@ def tiles_of(tensor, rows, columns):
 def rows_of(v):
     """A token a row, [B * T, H * V]; what cannot be copied by tiles as it lies is copied first."""
     rows = v.flatten(2).flatten(0, 1)
-    return rows if rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0 and rows.stride(1) == 1 else rows.clone()
+    if rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0 and rows.stride(1) == 1:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def launch(

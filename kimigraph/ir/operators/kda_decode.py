@@ -44,7 +44,7 @@ def _dims(
     return heads, key_dim, qkv.shape[-1] // heads - 2 * key_dim
 
 
-def _fake(
+def fake(
     qkv: torch.Tensor,
     conv_weight: torch.Tensor,
     conv_state: torch.Tensor,
@@ -64,6 +64,7 @@ def _fake(
     norm_eps: float = 1e-5,
     state_layout: str = "kv",
 ) -> torch.Tensor:
+    """The output's shape; ValueError for operands that do not fit."""
     check_layout(_NAME, state_layout)
     check_integer(_NAME, slots=slots)
     rows = "B" if slots is None else "P"
@@ -102,7 +103,7 @@ def _fake(
     return qkv.new_empty((sizes["B"], sizes["S"], heads, value_dim))
 
 
-def _cost(
+def cost(
     qkv: torch.Tensor,
     conv_weight: torch.Tensor,
     conv_state: torch.Tensor,
@@ -117,6 +118,7 @@ def _cost(
     gate_weight: torch.Tensor | None = None,
     **attributes: object,
 ) -> Cost:
+    """Operands and output once, states twice; seven operations a state element and token."""
     heads, key_dim, value_dim = _dims(qkv, gate, a_log, gate_weight)
     batch, tokens = qkv.shape[:2]
     out = batch * tokens * heads * value_dim * qkv.element_size()
@@ -140,7 +142,7 @@ OPERATOR = register(
         summary="one KDA step: convolution, gates, delta rule, read-out, gated norm",
         documentation=__doc__,
         reference=kda_decode,
-        fake=_fake,
-        cost=_cost,
+        fake=fake,
+        cost=cost,
     )
 )

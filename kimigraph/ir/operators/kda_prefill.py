@@ -4,8 +4,8 @@
     S <- exp(g)[:, None] * S;  u = beta * (v - S^T k);  S <- S + k u^T;  o = S^T q          (token by token)
 
 Shapes: ``q``, ``k`` [B, T, H, K]; ``v`` [B, T, H, V]; ``g`` [B, T, H, K], log-decay, natural logarithm, <= 0; ``beta``
-[B, T, H], after its sigmoid; ``initial_state`` [B, H, K, V] (``state_layout`` "kv") or [B, H, V, K] ("vk"), zeros when
-None, never written. Arithmetic in fp32.
+[B, T, H], after its sigmoid (nothing is clamped: beyond [0, 2] the rule itself diverges); ``initial_state``
+[B, H, K, V] (``state_layout`` "kv") or [B, H, V, K] ("vk"), zeros when None, never written. Arithmetic in fp32.
 
 With ``a_log`` (H elements) and ``dt_bias`` (H*K elements), ``g`` and ``beta`` are raw logits, and the gate is that of
 ``kda_decode``: with z = g + dt_bias and rate = exp(a_log), -rate * softplus(z), or lower_bound * sigmoid(rate * z)

@@ -1,0 +1,58 @@
+"""Where drafts come from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kimigraph.runtime.generation.request import Request
+
+
+class Draft(Protocol):
+    """Guesses what running sequences go on with. A wrong guess costs time alone."""
+
+    def propose(self, rows: int, running: Mapping[int, Request], tokens: int) -> dict[int, list[int]]:
+        """Up to ``tokens`` tokens for each sequence, by its slot (below ``rows``); a sequence may be left out."""
+        ...
+
+
+@dataclass
+class _Seen:
+    """Where each run of tokens of a sequence ended last; the first ``read`` tokens are in it."""
+
+    ends: dict[tuple[int, ...], int] = field(default_factory=lambda: {})
+    read: int = 0
+
+
+class NgramDraft:
+    """Looks the last tokens of a sequence up in the sequence itself, and proposes what followed them there.
+
+    The longest run that stood before counts, from ``longest`` tokens down to ``shortest``; of several places the
+    latest. Prompts and what was made are searched alike; no model is needed.
+    """
+
+    def __init__(self, longest: int = 4, shortest: int = 2) -> None:
+        self._lengths = range(longest, shortest - 1, -1)
+        self._seen: dict[int, _Seen] = {}
+
+    def propose(self, rows: int, running: Mapping[int, Request], tokens: int) -> dict[int, list[int]]:
+        """What followed; a sequence whose last tokens are new is left out."""
+        del rows
+        numbers = {request.number for request in running.values()}
+        self._seen = {number: seen for number, seen in self._seen.items() if number in numbers}
+        found = {slot: self._follow(request, tokens) for slot, request in running.items()}
+        return {slot: draft for slot, draft in found.items() if draft}
+
+    def _follow(self, request: Request, tokens: int) -> list[int]:
+        history = [*request.prompt, *request.tokens]
+        seen = self._seen.setdefault(request.number, _Seen())
+        # What ends at the last token itself is looked up, and noted when there is a token behind it.
+        for end in range(seen.read, len(history) - 1):
+            for length in self._lengths:
+                if end + 1 >= length:
+                    seen.ends[tuple(history[end + 1 - length : end + 1])] = end + 1
+        seen.read = len(history) - 1
+        for length in self._lengths:
+            start = seen.ends.get(tuple(history[-length:])) if len(history) >= length else None
+            if start is not None:
+                return history[start : start + tokens]
+        return []
