@@ -1,0 +1,189 @@
+# pyright: basic
+# Reason: onnx and onnxruntime carry no usable types.
+"""ONNX models through onnx and onnxruntime: protos from plain descriptions, files, the checker, sessions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimigraph.ir.errors import CompileError, UsageError
+
+IR_VERSION = 10
+LARGEST_PROTO = 2**31 - 2**24
+_TYPES = {
+    torch.float32: "FLOAT",
+    torch.float16: "FLOAT16",
+    torch.bfloat16: "BFLOAT16",
+    torch.float64: "DOUBLE",
+    torch.int64: "INT64",
+    torch.int32: "INT32",
+    torch.int16: "INT16",
+    torch.int8: "INT8",
+    torch.uint8: "UINT8",
+    torch.bool: "BOOL",
+}
+
+
+def require_onnx(*modules: str) -> None:
+    """UsageError that names the extra to install when onnx or onnxruntime is missing."""
+    from importlib.util import find_spec
+
+    missing = [name for name in modules or ("onnx", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"ONNX needs {' and '.join(missing)}: pip install 'kimigraph[onnx]'")
+
+
+def element_type(dtype: torch.dtype) -> int:
+    """ONNX' number of an element type. CompileError for a type that ONNX does not have."""
+    from onnx import TensorProto
+
+    if dtype not in _TYPES:
+        raise CompileError(f"ONNX has no element type for {dtype}")
+    return TensorProto.DataType.Value(_TYPES[dtype])
+
+
+def tensor_proto(name: str, tensor: Tensor) -> Any:
+    """A tensor as a proto with raw data."""
+    from onnx import TensorProto
+
+    flat = tensor.detach().cpu().contiguous()
+    data = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return TensorProto(name=name, dims=list(tensor.shape), data_type=element_type(tensor.dtype), raw_data=data)
+
+
+def _attribute(key: str, value: Any) -> Any:
+    from onnx import GraphProto, helper
+
+    if hasattr(value, "ops"):
+        value = GraphProto(
+            name=value.name,
+            node=[_node(op) for op in value.ops],
+            input=[_value(port) for port in value.inputs],
+            output=[_value(port) for port in value.outputs],
+        )
+    elif isinstance(value, Tensor):
+        value = tensor_proto("", value)
+    elif isinstance(value, torch.dtype):
+        value = element_type(value)
+    return helper.make_attribute(key, value)
+
+
+def _node(op: Any) -> Any:
+    from onnx import NodeProto
+
+    attributes = [_attribute(key, value) for key, value in op.attributes.items()]
+    return NodeProto(
+        op_type=op.kind, input=op.inputs, output=op.outputs, attribute=attributes, domain=op.domain, doc_string=op.note
+    )
+
+
+def model_proto(model: Any, domain: str, opset: int) -> Any:
+    """The proto of an ``OnnxModel`` (``kimigraph.codegen.onnx.model``)."""
+    from onnx import FunctionProto, GraphProto, ModelProto, helper
+
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(domain, 1)]
+    functions = [
+        FunctionProto(
+            name=item.name,
+            domain=domain,
+            input=item.inputs,
+            output=item.outputs,
+            attribute=list(item.attributes),
+            node=[_node(op) for op in item.ops],
+            opset_import=imports[:1],
+            doc_string=item.summary,
+        )
+        for item in model.functions
+    ]
+    graph = GraphProto(
+        name=model.name,
+        node=[_node(op) for op in model.ops],
+        initializer=[tensor_proto(name, tensor) for name, tensor in model.weights.items()],
+        input=[_value(port) for port in model.inputs],
+        output=[_value(port) for port in model.outputs],
+    )
+    proto = ModelProto(
+        ir_version=IR_VERSION,
+        opset_import=imports if functions else imports[:1],
+        producer_name="kimigraph",
+        graph=graph,
+        functions=functions,
+    )
+    helper.set_model_props(proto, model.metadata)
+    return proto
+
+
+def _value(port: Any) -> Any:
+    from onnx import helper
+
+    return helper.make_tensor_value_info(port.name, element_type(port.dtype), port.shape, doc_string=port.note)
+
+
+def write_model(proto: Any, path: Path, data: str | None) -> None:
+    """Write the model; with ``data``, weights go to the file of that name beside it. Checked after writing.
+
+    CompileError when the checker refuses the file.
+    """
+    import onnx
+
+    if data is None:
+        onnx.save_model(proto, str(path))
+    else:
+        onnx.save_model(
+            proto, str(path), save_as_external_data=True, all_tensors_to_one_file=True, location=data,
+            size_threshold=1024,
+        )  # fmt: skip
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except onnx.checker.ValidationError as error:
+        raise CompileError(f"onnx.checker refuses what was written: {error}") from error
+
+
+class OnnxSession:
+    """A model file in onnxruntime, on the CPU."""
+
+    def __init__(self, path: Path, threads: int | None = None, bound: dict[str, Tensor] | None = None) -> None:
+        """``bound`` are inputs that become weights of the session, as they are now.
+
+        CompileError when onnxruntime cannot run the model.
+        """
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        if threads is not None:
+            options.intra_op_num_threads = threads
+        try:
+            model = str(path) if bound is None else _with_weights(path, bound)
+            self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime raises classes of its own that have no common base
+            raise CompileError(f"onnxruntime {onnxruntime.__version__} does not run {path.name}: {error}") from error
+        self.inputs: Sequence[str] = [item.name for item in self._session.get_inputs()]
+        self.outputs: Sequence[str] = [item.name for item in self._session.get_outputs()]
+
+    def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One run: the outputs by name, as new tensors."""
+        feeds = {name: tensors[name].detach().contiguous().numpy() for name in self.inputs}
+        values: Any = self._session.run(None, feeds)
+        return {
+            name: torch.from_numpy(value) if value.shape else torch.tensor(value)
+            for name, value in zip(self.outputs, values, strict=True)
+        }
+
+
+def _with_weights(path: Path, bound: dict[str, Tensor]) -> bytes:
+    """The model with inputs of these names as weights. CompileError for more than a proto holds."""
+    import onnx
+
+    size = sum(tensor.numel() * tensor.element_size() for tensor in bound.values())
+    if size > LARGEST_PROTO:
+        raise CompileError(f"the weights take {size / 2**30:.1f} GiB, and onnxruntime takes 2 GiB from memory at once")
+    proto = onnx.load(str(path))
+    free = [item for item in proto.graph.input if item.name not in bound]
+    del proto.graph.input[:]
+    proto.graph.input.extend(free)
+    proto.graph.initializer.extend(tensor_proto(name, tensor) for name, tensor in bound.items())
+    return proto.SerializeToString()
