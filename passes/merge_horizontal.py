@@ -24,6 +24,7 @@ from kimigraph.passes.algebra.products import Product, products
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.base import Pass, PassContext
 from kimigraph.passes.merging.few_rows import independent, make_region, row_groups
+from kimigraph.passes.merging.lookups import lookups
 from kimigraph.passes.merging.side_by_side import merge_products, plan_for
 
 
@@ -41,6 +42,7 @@ class MergeHorizontal(Pass):
         "side by side: equal types, all with a bias or none, weights that no step updates, results that the step "
         "neither returns nor writes into, parts that begin at multiples of 16 bytes",
         "in one kernel: at most 8 rows; other types only without bias and, with several rows, up to 512 columns",
+        "a norm of 2 to 8 rows that are looked up in a table joins the product that alone reads it, in 16 bits",
         "faster together by the cost model, copies of parts that must be contiguous included",
     )
     effect: ClassVar[str] = (
@@ -54,6 +56,7 @@ class MergeHorizontal(Pass):
             *self._cast_once(program),
             *self._side_by_side(program, context),
             *self._few_rows(program, context),
+            *self._looked_up(program, context),
         ]
         merged = sum(remark.kind == "passed" for remark in remarks)
         erased = purity.dead_code(program.graph_module.graph) if merged else 0
@@ -112,6 +115,20 @@ class MergeHorizontal(Pass):
             dependences.merge(nodes)
             place = _Place.of(group.nodes)
             yield place.remark(self.name, make_region(program.graph_module, group, _free_name(program)), prices)
+
+    def _looked_up(self, program: CapturedProgram, context: PassContext) -> Iterator[Remark]:
+        """Rows of a table, their norm and the product of these."""
+        for lookup in lookups(list(program.graph_module.graph.nodes)):
+            apart, together = lookup.apart(context.device), lookup.together()
+            prices = (
+                f"{apart * 1e6:.2f} us apart, {together.describe(context.device)} together on {context.device.name}"
+            )
+            if together.seconds(context.device) >= apart:
+                refusal = Refused(f"one kernel does not pay: {prices}", lookup.members[-1], 1)
+                yield refusal.remark(self.name, lookup.members[-1])
+            elif context.allow(_described(lookup.members[-1])):
+                place = _Place.of(lookup.members)
+                yield place.remark(self.name, lookup.make_region(program.graph_module, _free_name(program)), prices)
 
 
 @dataclass(frozen=True)

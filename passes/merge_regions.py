@@ -1,7 +1,8 @@
 """``merge-regions``: pointwise regions that do not wait for one another become one launch over a table of tiles.
 
-Norms of different widths, gates and scales of several branches: each is a kernel of its own only because its operands
-differ. Legal where none waits for another, by data or by the order of reads and writes; done where a launch counts.
+Norms of different widths, gates and scales of several branches, writes of new rows into caches of several kinds: each
+is a kernel of its own only because its operands differ. Legal where none waits for another, by data or by the order of
+reads and writes; done where a launch counts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from kimigraph.ir.cost import fused_work, serial_seconds, work_of
 from kimigraph.ir.dependences import Dependences
 from kimigraph.ir.device import Device
 from kimigraph.ir.launches import launches_of
+from kimigraph.ir.operators import operator_of
 from kimigraph.ir.pointwise.loops import is_known, stands_alone
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.provenance import module_path, source_line
@@ -29,13 +31,16 @@ LEAST_GAIN = 0.1
 SMALL = 1 << 20
 """Bytes that a member may move below -O3: so little is all launch and latency, of which merging can only save."""
 
+WRITERS = ("latent_write", "index_key_write")
+"""Operators with a program a row, whose kernels can share a launch."""
+
 OPEN_GROUPS = 4
 """How many groups, the latest ones, a region may join: values should not live longer than they must."""
 
 
 @dataclass(frozen=True)
 class MergeRegions(Pass):
-    """Merges pointwise regions and single pointwise operations.
+    """Merges pointwise regions, single pointwise operations and writes of cache rows.
 
     Options: ``most``, the largest number of members of one launch.
     """
@@ -43,7 +48,10 @@ class MergeRegions(Pass):
     name: ClassVar[str] = "merge-regions"
     summary: ClassVar[str] = "pointwise regions that do not wait for one another become one launch"
     level: ClassVar[int] = 2
-    pattern: ClassVar[str] = "pointwise regions or operations with operands of their own (norms of other widths, gates)"
+    pattern: ClassVar[str] = (
+        "pointwise regions or operations with operands of their own (norms of other widths, gates), `latent_write`, "
+        "`index_key_write`"
+    )
     constraints: ClassVar[tuple[str, ...]] = (
         "none waits for another, by data or by the order of reads and writes",
         "merging saves at least a tenth of their time by the cost model",
@@ -103,10 +111,17 @@ class MergeRegions(Pass):
 
 
 def _is_candidate(node: Node) -> bool:
-    """Whether the node is a pointwise region, or would be one by itself."""
+    """Whether the node is a pointwise region, would be one by itself, or writes rows into a cache."""
     if node.op == "call_module":
         return node.meta.get("region") == "pointwise"
+    if _writes_rows(node):
+        return True
     return launches_of(node) > 0 and is_known(node) and bool(node.all_input_nodes) and stands_alone(node)
+
+
+def _writes_rows(node: Node) -> bool:
+    operator = operator_of(node)
+    return operator is not None and operator.name in WRITERS
 
 
 def _pays(group: Sequence[Node], device: Device) -> bool:
@@ -115,14 +130,14 @@ def _pays(group: Sequence[Node], device: Device) -> bool:
 
 
 def _as_region(program: CapturedProgram, node: Node) -> Node:
-    if node.op == "call_module":
+    if node.op == "call_module" or _writes_rows(node):
         return node
     return extract_region(program.graph_module, [node], _free_name(program, "pointwise"), "pointwise")
 
 
 def _items(call: Node) -> Iterator[Node]:
     """What takes the results of a region with several apart: it goes where the region goes."""
-    if isinstance(call.meta["val"], tuple | list):
+    if isinstance(call.meta.get("val"), tuple | list):
         yield from call.users
 
 

@@ -1,7 +1,8 @@
 """``raise-cache-writes``: writes of new rows into described caches become ``latent_write`` and ``index_key_write``.
 
-Anchored at ``index_copy_`` and ``index_put_`` on a cache input with a descriptor. A layer norm of index keys and rotary
-positions right before a write are taken along.
+Anchored at ``index_copy_`` and ``index_put_`` on a cache input with a descriptor. A layer norm of index keys, an RMS
+norm of latents and rotary positions right before a write are taken along. Where positions are a tensor's elements as
+they are, the write reads those, and waits for no kernel that only turns them into another type.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,11 +16,13 @@ from kimigraph.ir import purity
 from kimigraph.ir.descriptors import IndexKeyDescriptor, LatentDescriptor, parse_descriptor
 from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.program import CapturedProgram, InputSpec
+from kimigraph.passes.algebra.affine import affine
 from kimigraph.passes.algebra.cache_writes import WRITES, RowWrite, row_write
 from kimigraph.passes.algebra.frames import Operand, require_type
 from kimigraph.passes.algebra.nodes import FLOATS, argument, dtype, is_cast, packet, shape, widens
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import call
+from kimigraph.passes.algebra.rms import Norm, norm_around
 from kimigraph.passes.algebra.rotation import Angles, Rotation, rotation_of
 from kimigraph.passes.algebra.rule import FusionPass, require_unwritten
 from kimigraph.passes.algebra.strips import through
@@ -35,6 +38,19 @@ class Prepared:
     rotation: Rotation | None = None
     norm: Node | None = None
     path: tuple[Node, ...] = ()
+    rms: Norm | None = None
+
+    @property
+    def norms(self) -> tuple[Node, ...]:
+        """What of the path is a norm."""
+        return self.rms.path if self.rms is not None else () if self.norm is None else (self.norm,)
+
+    @property
+    def norm_weights(self) -> dict[str, Node | None]:
+        """The norm's weight and bias."""
+        if self.rms is not None:
+            return {"weight": self.rms.weight}
+        return {} if self.norm is None else {name: argument(self.norm, name) for name in ("weight", "bias")}
 
 
 @dataclass(frozen=True)
@@ -59,14 +75,14 @@ class RaiseCacheWrites(FusionPass):
     summary: ClassVar[str] = "writes of new cache rows, with their norm and rotation, become latent_write and such"
     fusion: ClassVar[bool] = True
     pattern: ClassVar[str] = (
-        "an `index_copy_` or `index_put_` of new rows into a described cache, behind a layer norm (index keys) and "
-        "rotary positions or not"
+        "an `index_copy_` or `index_put_` of new rows into a described cache, behind a layer norm (index keys), an RMS "
+        "norm (latents) and rotary positions or not"
     )
     constraints: ClassVar[tuple[str, ...]] = (
         "a contiguous cache [B, T, D] or [B, 1, T, D] of bfloat16, float16 or float32",
         "positions count up from token to token",
         "latent and rope part are written at the same positions, and not read between the two writes",
-        "norm and rotation are taken along where nothing else uses them",
+        "norm and rotation are taken along where nothing else uses them, a norm where it rounds once, last",
     )
     effect: ClassVar[str] = "`latent_write` or `index_key_write`, which update the caches in place"
 
@@ -105,7 +121,8 @@ class RaiseCacheWrites(FusionPass):
         graph, first = program.graph_module.graph, site.writes[0]
         batch, tokens, _ = first.sizes
         emit = _Emitter(graph, site.place)
-        positions = emit.shaped(first.positions, (batch, tokens), expand=True)
+        plain = _plain_positions(graph, first, site.place)
+        positions = emit.shaped(plain or first.positions, (batch, tokens), expand=plain is None)
         caches = [emit.three_dims(write.cache) for write in site.writes]
         values = [emit.shaped(one.values, write.sizes) for write, one in zip(site.writes, site.prepared, strict=True)]
         turned = site.prepared[-1]
@@ -118,16 +135,17 @@ class RaiseCacheWrites(FusionPass):
         style = "none" if rotation is None else rotation.style
         kwargs: dict[str, Any] = {"rope_style": style, "descriptor": site.descriptor}
         if isinstance(parse_descriptor(site.descriptor), IndexKeyDescriptor):
-            norm = site.prepared[0].norm
-            weights = [None, None] if norm is None else [argument(norm, "weight"), argument(norm, "bias")]
+            norm, weights = site.prepared[0].norm, list(site.prepared[0].norm_weights.values()) or [None, None]
             kwargs["norm_eps"] = 1e-6 if norm is None else argument(norm, "eps")
             name, args = "index_key_write", (*caches, *values, positions, *weights, *(angles or [None, None]))
         else:
             rope = [caches[1], values[1]] if len(caches) > 1 else [None, None]
             name = "latent_write"
             args = (caches[0], rope[0], values[0], rope[1], positions, *(angles or [None, None]))
+            rms = site.prepared[0].rms
+            kwargs |= {} if rms is None else {"norm_weight": rms.weight, "norm_eps": rms.eps}
         replaced = [write.node for write in site.writes]
-        replaced += [node for one in site.prepared for node in one.path if packet(node) == "layer_norm"]
+        replaced += [node for one in site.prepared for node in one.norms]
         node = call(
             graph, OPERATORS[name].overload, args, kwargs, like=first.node, before=site.place, replaces=replaced
         )
@@ -158,6 +176,44 @@ def _prepared(write: RowWrite, *, with_norm: bool) -> Prepared:
             assert isinstance(source, Node)
             return Prepared(_uncast(source, write), rotation, norm.node, path)
     return plain if rotation is None else Prepared(_uncast(rotation.x, write), rotation, None, rotation.path)
+
+
+def _prepared_latent(write: RowWrite) -> Prepared:
+    """An RMS norm that only serves this write and rounds once, at its end; else the values as they are."""
+    plain = Prepared(_uncast(write.values, write))
+    below = through(write.values)
+    near = [*below.node.all_input_nodes, *(node for one in below.node.all_input_nodes for node in one.all_input_nodes)]
+    root = next((node for node in near if packet(node) == "rsqrt"), None)
+    try:
+        norm = None if root is None else norm_around(root)
+    except Refused:
+        return plain
+    if norm is None or norm.weight is None or norm.residual is not None or norm.rounds_first:
+        return plain
+    path = tuple(dict.fromkeys((*below.path, *norm.path)))
+    ends = norm.out in (below.node, *below.path) and norm.weight.meta["val"].is_contiguous()
+    if (
+        not ends
+        or shape(norm.x)[-1] != write.sizes[2]
+        or not _private(path, write.node)
+        or not _rounds_once(path, write)
+    ):
+        return plain
+    return Prepared(norm.x, None, None, path, norm)
+
+
+def _plain_positions(graph: Graph, write: RowWrite, place: Node) -> Node | None:
+    """The tensor whose elements the positions of single tokens are, in order, if it is not written before ``place``."""
+    batch, tokens, _ = write.sizes
+    try:
+        form = affine(write.positions, write.node)
+        known, [symbol] = form.known, form.symbols
+        elements = symbol.elements.broadcast_to(batch, tokens).flatten().tolist()
+        require_unwritten(graph, "the position", Operand(symbol.node, (), symbol.reader), place)
+    except (Refused, ValueError, RuntimeError):
+        return None
+    plain = tokens == 1 and symbol.coefficient == 1 and not bool(known.any()) and elements == list(range(batch))
+    return symbol.node if plain and torch.Size(shape(symbol.node)).numel() == batch else None
 
 
 def _uncast(node: Node, write: RowWrite) -> Node:
@@ -213,7 +269,7 @@ def _latent_site(program: CapturedProgram, write: RowWrite, descriptor: LatentDe
     between = _touched_between(earlier, first, last)
     if between is not None:
         raise Refused(f"{earlier.name} is used between the writes of latent and rope part", between)
-    prepared = (Prepared(_uncast(latent.values, latent)), _prepared(rope, with_norm=False))
+    prepared = (_prepared_latent(latent), _prepared(rope, with_norm=False))
     return WriteSite((latent, rope), prepared, str(descriptor), write.node)
 
 
@@ -271,8 +327,7 @@ def _operands(write: RowWrite, prepared: Prepared) -> Iterable[tuple[str, Node]]
     if prepared.rotation is not None:
         yield "the cosine", prepared.rotation.cos.node
         yield "the sine", prepared.rotation.sin.node
-    for name in ("weight", "bias"):
-        found = None if prepared.norm is None else argument(prepared.norm, name)
+    for name, found in prepared.norm_weights.items():
         if isinstance(found, Node):
             yield f"the norm's {name}", found
 

@@ -2,17 +2,21 @@
 
 from torch.fx import GraphModule
 
-from kimigraph.codegen.horizontal import combined, products
+from kimigraph.codegen.horizontal import combined, lookup, products
 from kimigraph.codegen.kernel import KernelModule
 
 __all__ = ["build_region"]
 
 
 def build_region(child: GraphModule) -> KernelModule:
-    """The kernel of a horizontal region: of pointwise regions, or of products of the same few rows.
+    """The kernel of a horizontal region: of pointwise regions and cache writes, of products of the same few rows, or of
+    one product of rows that are looked up and normed.
 
     Raises CompileError where the region holds anything else.
     """
-    if any(node.op == "call_module" for node in child.graph.nodes):
+    found = lookup.lookup_of(child)
+    if found is not None:
+        return lookup.build_lookup(child, found)
+    if any(map(combined.is_member, child.graph.nodes)):
         return combined.build_combined(child)
     return products.build_region(child)

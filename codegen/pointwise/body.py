@@ -42,6 +42,9 @@ class Body:
 
     def statements(self) -> list[str]:
         """The whole body."""
+        if self.tiles.early:
+            self._line(call("start_next_launch", name("INTERPRET")))
+            self._line(call("await_earlier_launch", name("INTERPRET")))
         if self.loops.columns is None:
             self._place(ELEMENT, "inside", self.loops.rows, "ELEMENTS", self.tiles.rows, "")
             self._all()
@@ -147,7 +150,9 @@ class Body:
         place = self._pointer(self.names.buffers[load.buffer], load.address, value.axes)
         mask = self._guarded(value.axes, load.guard)
         options = {} if mask is None else {"mask": mask, "other": number(0.0 if value.dtype.is_floating_point else 0)}
-        if self.tiles.across > 1 and COLUMN in value.axes:
+        if self.tiles.early:
+            options["cache_modifier"] = ast.Constant(".cg")  # an L1 cache may hold what was there before
+        elif self.tiles.across > 1 and COLUMN in value.axes:
             options["eviction_policy"] = ast.Constant("evict_last")  # the neighbour may need the rest of a line
         tree = call("tl.load", place, **options)
         return method(tree, "to", triton_type(torch.float32)) if value.dtype in NARROW else tree

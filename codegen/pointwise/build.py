@@ -32,6 +32,8 @@ _TYPES = {
     torch.uint8: "u8",
 }
 AnyTiles = Tiles | ProductTiles
+DEVICE = '"cpu" if INTERPRET else "cuda"'
+"""Where a region without inputs (positions, a mask of them) has its results: on the device that is current."""
 _MATH = Path(__file__).parent.parent / "templates" / "pointwise_math.py"
 
 
@@ -65,8 +67,6 @@ def build_nodes(
             f"no kernel can be generated for this region: {reason.reason} (node {reason.node.name});"
             " compile with --disable-pass fuse-pointwise"
         ) from reason
-    if not loops.buffers:
-        raise CompileError("a region without inputs has no device to run on; --disable-pass fuse-pointwise leaves it")
     chosen = tiles or (product_tiles_for(loops) if loops.depths else tiles_for(loops))
     text = _text(loops, chosen, Names(loops, canonical=False), inputs, results)
     return KernelModule(
@@ -160,13 +160,13 @@ def _launch(loops: Loops, tiles: AnyTiles, names: Names, arguments: Sequence[str
     if len(lines[0]) > 120:
         lines = ["def launch(", *(f"    {argument}," for argument in arguments), "):"]
     lines.append('    """The region\'s inputs in order -> its results; what it writes changes in place."""')
-    device = next(iter(names.buffers.values()))
+    given = next(iter(names.buffers.values()), None)
+    device = f"{given}.device" if given else DEVICE
     for node in loops.results:
         value = node.meta["val"]
         shape, stride = tuple(value.shape), tuple(value.stride())
         lines.append(
-            f"    {names.results[node]} = memory.empty_strided("
-            f"{shape}, {stride}, dtype={value.dtype}, device={device}.device)"
+            f"    {names.results[node]} = memory.empty_strided({shape}, {stride}, dtype={value.dtype}, device={device})"
         )
     arguments = ", ".join(name for name, _ in _kernel_buffers(loops, names))
     lines += [

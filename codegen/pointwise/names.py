@@ -11,7 +11,7 @@ from kimigraph.ir.pointwise import Loops, Value
 RESERVED = (
     *("row", "column", "element", "start", "inside", "row_inside", "column_inside", "tl", "triton", "torch", "float"),
     *("range", "ROWS", "COLUMNS", "ELEMENTS", "INTERPRET", "CONSTANTS", "launch", "pointwise", "os", "Any"),
-    *("round_to_bf16", "hyperbolic_tangent", "log_one_plus", "quotient"),
+    *("round_to_bf16", "hyperbolic_tangent", "log_one_plus", "quotient", "start_next_launch", "await_earlier_launch"),
 )
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.bool: "bool"}
 
@@ -25,7 +25,6 @@ class Names:
         if loops.depths:
             variables = [*loops.depths, *(section.row for section in loops.sections)]
             self.taken |= {"line", "depth", "turn", "tile", "program", "plus_product", "ask_for"}
-            self.taken |= {"start_next_launch", "await_earlier_launch"}
             self.taken |= {f"{variable.name}{end}" for variable in variables for end in ("", "_inside")}
         self.buffers = {node: self._new(_stem(node), "given") for node in loops.buffers}
         self.results = {node: self._new(f"{_stem(node)}_out", "result") for node in loops.results}

@@ -1,6 +1,6 @@
 """How much of a region one program computes, and by how many warps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kimigraph.ir.pointwise import Loops
@@ -17,12 +17,19 @@ _TURN = (64, 32)
 _UNITS = 132
 """Multiprocessors to fill before programs grow."""
 
+_EARLY = 4 * _UNITS
+"""Programs of a launch that starts early, at most: with more of them the wait is no longer what takes the time."""
+
+_WIDE = 8192
+"""So long are rows of which few are read by more warps."""
+
 
 @dataclass(frozen=True)
 class Tiles:
     """``rows`` (elements in a region without reduction) and ``columns`` of a program; ``held``: whole rows at once.
 
-    ``across`` programs side by side share the columns; then a line of the cache can be that of two programs.
+    ``across`` programs side by side share the columns; then a line of the cache can be that of two programs. A launch
+    that is ``early`` is set up while the one before still runs, and waits for its end before it reads.
     """
 
     rows: int
@@ -30,6 +37,7 @@ class Tiles:
     warps: int
     held: bool = True
     across: int = 1
+    early: bool = False
 
     def constants(self, loops: Loops) -> dict[str, Any]:
         """The constants of the kernel."""
@@ -39,7 +47,8 @@ class Tiles:
     def options(self) -> dict[str, Any]:
         """What Triton is told."""
         # Eager rounds a product before it is added to; contracting them would round once.
-        return {"num_warps": self.warps, "num_stages": 1, "enable_fp_fusion": False}
+        early = {"launch_pdl": True} if self.early else {}
+        return {"num_warps": self.warps, "num_stages": 1, "enable_fp_fusion": False, **early}
 
     def programs(self, loops: Loops) -> int:
         """How many programs run."""
@@ -48,6 +57,11 @@ class Tiles:
 
 def tiles_for(loops: Loops) -> Tiles:
     """Few enough programs that each has work, enough that the device has some everywhere; measured on an H200."""
+    chosen = _cut(loops)
+    return replace(chosen, early=chosen.held and chosen.programs(loops) <= _EARLY)
+
+
+def _cut(loops: Loops) -> Tiles:
     if loops.columns is None:
         return _flat(loops.rows)
     width = _padded(loops.columns)
@@ -58,7 +72,7 @@ def tiles_for(loops: Loops) -> Tiles:
     rows = 1
     while rows * width < 1024 and rows * 2 * _UNITS <= _padded(loops.rows):
         rows *= 2
-    each = 32 if loops.rows > 2 * _UNITS else 16  # elements of a thread
+    each = 32 if loops.rows > 2 * _UNITS else 16 if width < _WIDE or loops.rows > _UNITS else 8  # of a thread
     return Tiles(rows, width, max(_warps(rows * width // each), min(4, _warps(rows * width // 8))))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kimigraph.ir.purity import storage_root
 from kimigraph.passes.canonicalize import Canonicalize
 from kimigraph.passes.fuse_lightning_indexer import FuseLightningIndexer
 from kimigraph.passes.fuse_sparse_attention import FuseSparseAttention
@@ -33,6 +34,10 @@ def test_own_model_in_every_rotation(rope: str, tokens: int, dtype: str, step: M
     write = fused.operator("index_key_write")
     assert write.kwargs["rope_style"] == STYLES[rope] and write.args[3] is not None and write.kwargs["norm_eps"] == 1e-6
     assert (write.args[5] is None) == (rope == "none")
+    latent = fused.operator("latent_write")
+    assert latent.kwargs["norm_weight"] is not None and latent.kwargs["norm_eps"] == 1e-5
+    roots = {storage_root(operator.args[place]).name for operator, place in ((latent, 4), (write, 2))}
+    assert (roots == {"lengths"}) == (tokens == 1), "one token's position is a length, in any integer type"
     assert {"lightning_indexer", "sparse_attention"} <= set(fused.fused())
     assert {remark.node for remark in remarks if remark.pass_name == "raise-cache-writes"} == set(names(fused))
     assert fused.error(3) < (1e-5 if dtype == "float32" else 0.05)
@@ -75,6 +80,33 @@ def test_a_norm_that_something_else_uses_stays(step: MakeStep) -> None:
     RaiseCacheWrites().apply(fused.program, context())
     write = fused.operator("index_key_write")
     assert write.args[3] is None and write.kwargs["rope_style"] == "half_split" and write.args[1] is norm
+
+
+def test_a_latent_norm_that_something_else_uses_stays(step: MakeStep) -> None:
+    """And so do its other users' numbers: the write takes what was normed."""
+    fused = step("kimi_k31", "eager")
+    Canonicalize().apply(fused.program, context())
+    write = next(node for node in fused.graph.nodes if node.target is ATEN.index_put_.default)
+    output = fused.graph.output_node()
+    output.args = ((*output.args[0], write.args[2]),)
+    fused.program = replace(
+        fused.program, outputs=(*fused.program.outputs, replace(fused.program.outputs[0], name="x"))
+    )
+    RaiseCacheWrites().apply(fused.program, context())
+    assert "norm_weight" not in fused.operator("latent_write").kwargs
+
+
+def test_positions_that_change_before_the_write_are_copied(step: MakeStep) -> None:
+    """Lengths that a step counts up itself are not where its new rows go."""
+    fused = step("kimi_k31", "eager")
+    Canonicalize().apply(fused.program, context())
+    write = next(node for node in fused.graph.nodes if node.target is ATEN.index_put_.default)
+    lengths = next(node for node in fused.graph.nodes if node.name == "lengths")
+    with fused.graph.inserting_before(write):
+        counted = fused.graph.call_function(ATEN.add_.Tensor, (lengths, 1))
+    counted.meta = dict(lengths.meta)
+    RaiseCacheWrites().apply(fused.program, context())
+    assert storage_root(fused.operator("latent_write").args[4]).name != "lengths"
 
 
 def context() -> Any:

@@ -19,6 +19,8 @@ def program_with_weights(function: Callable[..., Any], *tensors: torch.Tensor, w
     with torch.no_grad():
         traced = make_fx(function, tracing_mode="fake", pre_dispatch=True)(*(t.clone() for t in tensors))
     graph = traced.graph
+    for node in graph.nodes:
+        node.meta.setdefault("val", None)  # of an operator that returns nothing
     output = next(node for node in graph.nodes if node.op == "output")
     results = output.args[0] if isinstance(output.args[0], list | tuple) else [output.args[0]]
     output.args = (tuple(results),)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kimigraph.codegen.horizontal import build_region
 from kimigraph.ir.launches import graph_launches
-from kimigraph.ir.purity import region_module
+from kimigraph.ir.operators import OPERATORS
+from kimigraph.ir.purity import mutated_arguments, region_module
 from kimigraph.ir.verifier import verify
 from kimigraph.passes import PassContext, Pipeline, run_pipeline
 
@@ -58,6 +59,7 @@ def test_norms_of_different_widths_become_one_launch(weighted: Any, run_all: Any
     assert child is not None
     module = build_region(child)
     assert "1e-06" in module.text and "1e-05" in module.text  # each member keeps its own constants
+    assert module.launches[0].options["launch_pdl"], "all members wait for the launches before"
     [remark] = result.remarks
     assert "us apart" in remark.message and "1 launch) together on NVIDIA H200" in remark.message
     same(run_all, program, inputs, wanted)
@@ -106,6 +108,70 @@ def test_a_write_between_two_regions_keeps_them_apart(weighted: Any, run_all: An
     wanted = run_all(program, *inputs)
     run_passes(program, context)
     same(run_all, program, inputs, wanted)
+
+
+WRITES = (OPERATORS["latent_write"].overload, OPERATORS["index_key_write"].overload)
+
+
+def cache_inputs() -> list[torch.Tensor]:
+    """Latents, their rope parts, index keys, rows for each, positions, a weight and what else is normed."""
+    caches = [draw(2, 8, 12), draw(2, 8, 4), draw(2, 8, 6)]
+    return [*caches, draw(2, 1, 12), draw(2, 1, 4), draw(2, 1, 6), torch.tensor([[3], [5]]), draw(12), draw(3, 12)]
+
+
+def test_cache_writes_of_several_kinds_become_one_launch(weighted: Any, run_all: Any, context: PassContext) -> None:
+    """With a norm that waits for neither, in the region of which they write what they wrote apart."""
+
+    def step(a: Any, b: Any, c: Any, x: Any, y: Any, z: Any, place: Any, w: Any, other: Any) -> Any:
+        WRITES[0](a, b, x, y, place, norm_weight=w)
+        WRITES[1](c, z, place)
+        return norm(other, w)
+
+    inputs = cache_inputs()
+    program = weighted(step, *inputs, weights=0)
+    wanted = run_all(program, *inputs)
+    assert not torch.equal(wanted[1], inputs[0]) and not torch.equal(wanted[3], inputs[2])
+    assert run_passes(program, context).statistics == {"merged": 1, "launches saved": 2}
+    [call] = regions(program, "horizontal")
+    assert {node.name for node in mutated_arguments(call)} == {"a_1", "b_1", "c_1"}
+    child = region_module(call)
+    assert child is not None
+    assert "launch_pdl" not in build_region(child).launches[0].options, "the writers wait for nothing themselves"
+    assert graph_launches(program.graph_module.graph) == 1
+    same(run_all, program, inputs, wanted)
+
+
+def test_cache_writes_wait_for_what_reads_the_cache(weighted: Any, run_all: Any, context: PassContext) -> None:
+    """Old keys are read after the latents are written, new ones after theirs: neither read may change places."""
+
+    def step(a: Any, b: Any, c: Any, x: Any, y: Any, z: Any, place: Any, w: Any, other: Any) -> Any:
+        WRITES[0](a, b, x, y, place, norm_weight=w)
+        old = torch.nn.functional.linear(c, other[:, :6]) + a.sum()
+        WRITES[1](c, z, place)
+        return old, torch.nn.functional.linear(c, other[:, :6]), norm(other, w)
+
+    inputs = cache_inputs()
+    program = weighted(step, *inputs, weights=0)
+    wanted = run_all(program, *inputs)
+    run_passes(program, context)
+    same(run_all, program, inputs, wanted)
+    together = [call for call in regions(program, "horizontal") if len(mutated_arguments(call)) == 3]
+    assert not together, "the old keys' sum reads the latents and comes before the keys are written"
+
+
+def test_two_writes_of_one_cache_stay_in_order(weighted: Any, run_all: Any, context: PassContext) -> None:
+    def step(a: Any, b: Any, c: Any, x: Any, y: Any, z: Any, place: Any, w: Any, other: Any) -> Any:
+        WRITES[1](c, z, place)
+        WRITES[1](c, z * 2, place)
+        return (other.sin(),)
+
+    inputs = cache_inputs()
+    program = weighted(step, *inputs, weights=0)
+    wanted = run_all(program, *inputs)
+    run_passes(program, context)
+    same(run_all, program, inputs, wanted)
+    assert [len(mutated_arguments(call)) for call in regions(program, "horizontal")] == [1, 1]
+    assert graph_launches(program.graph_module.graph) == 2
 
 
 def test_large_regions_stay_apart(weighted: Any, context: PassContext) -> None:
