@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from kimigraph.adapters.onnx_model import require_onnx
 from kimigraph.adapters.tensor_version import tensor_versions
 from kimigraph.ir import env
 from kimigraph.ir.errors import CompileError, UsageError
 from kimigraph.ir.manifest import verify_artifact
+from kimigraph.ir.preparation import names_read
 from kimigraph.ir.program import InputSpec
-from kimigraph.runtime.prepared import PreparedWeight, PreparedWeights, prepare_in_place
+from kimigraph.runtime.onnx_step import OnnxStep
+from kimigraph.runtime.prepared import PreparedWeight, PreparedWeights, in_turn, prepare_in_place
 
 Step = Callable[..., tuple[torch.Tensor, ...]]
 Stepper = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
@@ -29,6 +32,8 @@ class InputMismatchError(UsageError, TypeError):
 
 def require_runnable(target: str) -> None:
     """UsageError, with the remedy, unless this process can run programs of ``target``."""
+    if target == "cpu:onnxruntime":
+        require_onnx()
     if target == "cpu" and not env.enable_interpreter():
         raise UsageError(
             "target 'cpu' runs Triton kernels under the interpreter, and triton was imported without it: "
@@ -73,7 +78,8 @@ def laid_out(values: torch.Tensor, spec: InputSpec) -> torch.Tensor:
 class Executor:
     """A program bound to its weights.
 
-    ``tensors`` maps the outside names of bound inputs (state-dict names) to tensors; those on the artifact's device and
+    ``tensors`` maps the outside names of bound inputs (state-dict names, or those of prepared weights, which then are
+    taken as they are) to tensors; those on the artifact's device and
     in its layout are bound as they are, so that later changes of a weight are seen. A call takes the caller's tensors
     (caches and inputs) in manifest order and returns the step's outputs; mutated ones change in place.
 
@@ -96,7 +102,8 @@ class Executor:
         require_runnable(self.manifest.target)
         self.device = device_of(self.manifest.target)
         self._on_gpu = self.device.type == "cuda"
-        self.step: Step = load_program(directory).step
+        onnx = self.manifest.kind == "onnx"
+        self.step: Step = OnnxStep(directory, self.manifest) if onnx else load_program(directory).step
         self.stepper: Stepper | None = None
         """What takes the steps instead of ``step`` itself: graph mode (``runtime.graphs``)."""
         self._caller = tuple(spec for spec in self.manifest.inputs if not spec.bound)
@@ -106,7 +113,7 @@ class Executor:
             tensors.clear()
         self._prepared = [] if give_up else self._prepare(prepared or PreparedWeights())
         if give_up:
-            prepare_in_place(self.manifest.preparation, self.bound, {spec.source for spec in self.manifest.sources})
+            prepare_in_place(self._unprepared(), self.bound, {spec.source for spec in self.manifest.sources})
         self._watched = [tensor for weight in self._prepared for tensor in weight.sources]
         self._versions = tensor_versions(self._watched)
 
@@ -115,7 +122,7 @@ class Executor:
         stored = load_file(constants) if constants.exists() else {}
         bound: dict[str, torch.Tensor] = {}
         missing: list[str] = []
-        for spec in self.manifest.bound:
+        for spec in self._to_bind(tensors):
             tensor = stored.get(spec.name) if spec.kind == "constant" else tensors.get(spec.source)
             if tensor is None:
                 missing.append(spec.source)
@@ -128,16 +135,28 @@ class Executor:
             )
         return bound
 
+    def _to_bind(self, tensors: Mapping[str, torch.Tensor]) -> list[InputSpec]:
+        """What is taken from ``tensors``: of prepared weights those that come as they are to be."""
+        made = [spec for spec in self.manifest.inputs if spec.source in self.manifest.preparation]
+        return [*self.manifest.wanted(tensors.keys()), *(spec for spec in made if spec.source in tensors)]
+
     def _prepare(self, known: PreparedWeights) -> list[PreparedWeight]:
         """Make the prepared weights; of the model's own, those that the step does not take leave ``bound``."""
         made: list[PreparedWeight] = []
-        for name, steps in self.manifest.preparation.items():
+        specs = {spec.source: spec for spec in self.manifest.bound}
+        for name, steps, spent in in_turn(self.manifest.preparation, {spec.source for spec in self.manifest.sources}):
             weight = known.weight(steps, self.bound)
             made.append(weight)
             self.bound[name] = weight.value
-        for spec in self.manifest.sources:
-            del self.bound[spec.source]
+            for source in spent:
+                del self.bound[source]
+            for source in {*names_read(steps)} & {*self.bound}:
+                self.bound[source] = self._fit(specs[source], known.current(source, self.bound[source]))
         return made
+
+    def _unprepared(self) -> dict[str, list[Any]]:
+        """The steps of the weights that are still to be made."""
+        return {name: steps for name, steps in self.manifest.preparation.items() if name not in self.bound}
 
     @property
     def caller_inputs(self) -> tuple[InputSpec, ...]:

@@ -2,7 +2,8 @@
 
 ``python scripts/write_fidelity.py`` runs each family, tiny and mid-size, with three seeds and 64 greedy tokens;
 ``--json`` prints what it found instead of writing the page. Models of transformers run in processes of their own
-(fidelity_reference.py).
+(fidelity_reference.py). ``--device`` runs nothing: it makes the page's part about a GPU anew from
+bench/results/fidelity.json, which fidelity_device.py writes.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from kimigraph.ir.env import compiler_environment
 from kimigraph.ir.seeded import seeded_tensor
 
 PAGE = Path(__file__).parents[1] / "docs" / "fidelity.md"
+DEVICE_RUN = Path(__file__).parents[1] / "bench" / "results" / "fidelity.json"
 PROMPT, CHUNK = 19, 8
 TOLERANCE = 1e-4
 NAMED = {
@@ -50,14 +52,29 @@ largest absolute difference over the largest magnitude; none may exceed {toleran
 |---|---|---|---|---|---|---|
 """
 FUSIONS = """
-On a GPU in bf16, `python scripts/fidelity_device.py` (and `tests/gpu/test_models_gpu.py`) compares the same models with
-the model in fp32: the error may be 1.5 times that of the model itself in bf16. Asked for a profile, it
-tells whose kernels the time of a step is spent in.
-
 What the passes found in the tiny models, in the decode step and in a piece of the prompt:
 
 | family | phase | {columns} |
 |---|---|{rule}|
+"""
+ON_DEVICE = "## In bf16 on a GPU"
+DEVICE_HEAD = """
+`python scripts/fidelity_device.py --out bench/results/fidelity.json` on {device}, torch {torch}: a prompt of 35 tokens
+in pieces of 16 and token by token, then tokens that the model in fp32 would generate, in programs of bf16 weights and
+in the model as it is in bf16, both held against the model in fp32. An error is the length of a row's difference over
+that of the row (logits of a step; a token's row of a cache; a head's state): the median over rows, as a mean over
+seeds. The program's may be {allowed} times the model's: `worst` is the largest such quotient, over logits and every
+kind of cache. Same token: the steps whose likeliest token is that of fp32, to which random models have others near.
+A model without a row has not been compared there yet.
+
+| family | size | seeds | logits, model | logits, program | worst | same token, model | same token, program |
+|---|---|---|---|---|---|---|---|
+"""
+SHARE_HEAD = """
+Where the device's time of a decode step of the mid-size models goes, one sequence, in microseconds:
+
+| family | kernels of the program | products of libraries | other | share of the program |
+|---|---|---|---|---|
 """
 
 
@@ -171,6 +188,31 @@ def page(rows: list[dict[str, Any]], steps: int) -> str:
     return text
 
 
+def device_part(found: dict[str, Any]) -> str:
+    """The page's part about a GPU."""
+    text = ON_DEVICE + "\n" + DEVICE_HEAD.format(**{name: found[name] for name in ("device", "torch", "allowed")})
+    for key, worst in found["ratios"].items():
+        rows = [row for row in found["rows"] if f"{row['family']} {row['size']}" == key]
+        family, size = key.split()
+        errors, same = (
+            [sum(pick(row, who) for row in rows) / len(rows) for who in ("eager", "program")]
+            for pick in (lambda row, who: row[who]["logits"][0], lambda row, who: row["same_token"][who])
+        )
+        cells = [f"{value:.2%}" for value in errors] + [f"{worst:.2f}"] + [f"{value:.0%}" for value in same]
+        text += f"| `{family}` | {size} | {len(rows)} | {' | '.join(cells)} |\n"
+    text += SHARE_HEAD
+    for row in found["shares"]:
+        share = row["share"]
+        cells = [*(f"{share[name]:.1f}" for name in ("program", "products", "other")), f"{share['part']:.1%}"]
+        text += f"| `{row['family']}` | {' | '.join(cells)} |\n"
+    return text
+
+
+def with_device_part(text: str) -> str:
+    """The page with its part about a GPU as the last run there has it."""
+    return text.partition(f"\n{ON_DEVICE}")[0].rstrip("\n") + "\n\n" + device_part(json.loads(DEVICE_RUN.read_text()))
+
+
 def main() -> int:
     """Run what the command line asks for; 1 where anything differs."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -179,7 +221,11 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", action="store_true")
     asked = parser.parse_args()
+    if asked.device:
+        PAGE.write_text(with_device_part(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        return 0
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     asked_for = [(kind, size) for kind in asked.family or MODELS for size in asked.size or SIZES]
@@ -190,7 +236,7 @@ def main() -> int:
     if asked.json:
         print(json.dumps(rows))
     else:
-        PAGE.write_text(page(rows, asked.steps), encoding="utf-8")
+        PAGE.write_text(with_device_part(page(rows, asked.steps)), encoding="utf-8")
     good = all(row["tokens"] and max(row["prompt"], row["decode"], row["caches"]) <= TOLERANCE for row in rows)
     return 0 if good else 1
 

@@ -34,6 +34,6 @@ def capture(source: ModelSource, config: CompileConfig, weights: bool = True) ->
 
 
 def _unmarked(config: CompileConfig, source: ModelSource) -> list[str]:
-    if config.marks or source.phase != "prefill":
+    if config.marks or source.phase == "decode":
         return []
     return ["captured without marks: unmarked chunked delta rules and their convolutions stay ATen"]

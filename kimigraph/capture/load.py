@@ -18,7 +18,8 @@ def load_source(source: str, config: CompileConfig, rows: bool = False) -> Model
     """Resolve SOURCE: a directory with ``config.json`` (and ``*.safetensors``), or ``package.module:function``.
 
     ``rows`` asks for a step as generation takes it, ``step(input_ids [B, S], lengths [B], cache) -> logits [B, 1, V]``
-    of the last token, over rows of their own length that continue; only directories have one.
+    of the last token, over rows of their own length that continue; only directories have one. Of a step that verifies
+    drafts the logits are those of all tokens.
 
     Builds nothing large: weights are made or read when the model is first needed. Raises UsageError, one paragraph that
     names the thing and the remedy, for a source that cannot be.
@@ -51,7 +52,12 @@ def _directory_source(directory: Path, config: CompileConfig, rows: bool) -> Mod
     if kind in ("kimi_k3", "kimi_k31"):
         from kimigraph.capture.kimi_source import kimi_source
 
-        return kimi_source(directory, document, config, seed, last_only=rows)
+        return kimi_source(directory, document, config, seed, last_only=rows and config.phase != "verify")
+    if config.phase == "verify":
+        raise UsageError(
+            f"{directory / 'config.json'}: phase verify is for kimi_k3 and kimi_k31; a {kind} step takes several "
+            "tokens for one sequence alone, so drafts are not verified with it yet"
+        )
     from kimigraph.capture.transformers_source import transformers_source
 
     return transformers_source(directory, document, config, seed, rows=rows)

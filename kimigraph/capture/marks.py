@@ -1,4 +1,4 @@
-"""Marks: known reference functions replaced by the operator that they are, while a prefill is captured.
+"""Marks: known reference functions replaced by the operator that they are, while more than one token is captured.
 
 The chunk form of the delta rule unrolls into some thousand ATen nodes a layer; one function call says the same. Decode
 steps carry no marks: there the patterns of the passes find everything.
@@ -32,11 +32,11 @@ class Mark:
 
 @contextmanager
 def marked(config: CompileConfig) -> Generator[None]:
-    """Replace the known functions of loaded modules inside the block when ``config`` wants marks and is a prefill's.
+    """Replace the known functions of loaded modules inside the block, but for a decode step and without marks.
 
     One capture at a time swaps; the originals come back on any way out.
     """
-    if not config.marks or config.phase != "prefill":
+    if not config.marks or config.phase == "decode":
         yield
         return
     importlib.import_module("kimigraph.ir.operators")

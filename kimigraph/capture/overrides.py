@@ -15,7 +15,8 @@ def apply_overrides(
 
     ``known`` are the fields that the model type has beside those written in the file; with ``part`` a field that the
     document lacks belongs to that nested object. A list with one entry a layer (``layer_types``) is cut, or repeated
-    from its start, when the number of layers changes. Raises UsageError for an unknown field, with the nearest known.
+    from its start, when the number of layers changes; one of layers' numbers (``kda_layers``) is cut. Raises UsageError
+    for an unknown field, with the nearest known.
     """
     result = copy.deepcopy(document)
     for name, text in overrides:
@@ -41,6 +42,11 @@ def _refit_layers(target: dict[str, Any], layers: int) -> None:
     for name, entries in target.items():
         if name.endswith("_types") and isinstance(entries, list) and entries and len(entries) == old:
             target[name] = [entries[index % len(entries)] for index in range(layers)]
+    numbered = target.get("linear_attn_config")
+    if not isinstance(numbered, dict):
+        return
+    for name in ("kda_layers", "full_attn_layers"):
+        numbered[name] = [number for number in numbered.get(name, []) if number <= layers]
 
 
 def _value(text: str) -> Any:

@@ -6,6 +6,7 @@ from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
 
 DEFAULT_CONTEXT = 4096
+DEFAULT_VERIFIED = 8
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,19 @@ def step_shape(config: CompileConfig, largest_context: int | None = None) -> Ste
     Raises UsageError, naming option, value and remedy, for a shape that cannot be.
     """
     phase = config.phase
-    if phase not in ("decode", "prefill"):
-        raise UsageError(f"unknown phase {phase!r}: use --phase decode or --phase prefill")
+    if phase not in ("decode", "prefill", "verify"):
+        raise UsageError(f"unknown phase {phase!r}: use --phase decode, --phase prefill or --phase verify")
     context = config.context
     if context is None:
         context = min(DEFAULT_CONTEXT, largest_context or DEFAULT_CONTEXT)
     tokens = config.tokens
     if tokens is None:
-        tokens = context if phase == "prefill" else 1
+        tokens = {"prefill": context, "verify": min(DEFAULT_VERIFIED, context)}.get(phase, 1)
     for option, value in (("--batch", config.batch), ("--tokens", tokens), ("--context", context)):
         if value < 1:
             raise UsageError(f"{option} {value} is not a shape: give a number of at least 1")
+    if phase == "verify" and tokens < 2:
+        raise UsageError("--phase verify --tokens 1 verifies no draft: give at least 2, the last token and one draft")
     if tokens > context:
         raise UsageError(
             f"--tokens {tokens} does not fit into --context {context}: the cache holds all tokens of a sequence, "

@@ -38,6 +38,14 @@ class BoundStep:
 
     def __call__(self, ids: list[list[int]], lengths: list[int]) -> Tensor:
         """Write the tokens ``ids`` [B][S] behind ``lengths`` [B] cached ones; logits [B, V] of the last token."""
+        return self.all_logits(ids, lengths)[:, -1]
+
+    def all_logits(self, ids: list[list[int]], lengths: list[int]) -> Tensor:
+        """The same; the logits of all tokens that the program gives, [B, S, V] or [B, 1, V]."""
         self._ids.copy_(torch.tensor(ids))
         self._lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
-        return self._executor.run(self._arguments)[0][:, -1]
+        return self.again()
+
+    def again(self) -> Tensor:
+        """The same once more, on the tokens and lengths of the last call."""
+        return self._executor.run(self._arguments)[0]

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Protocol
 
 from torch import Tensor
@@ -24,6 +25,22 @@ class Programs(Protocol):
         ...
 
 
+class Speculating(Protocol):
+    """What may give running sequences several tokens in one step (``kimigraph.runtime.speculation``)."""
+
+    drafts: int
+
+    def round(
+        self, rows: int, running: Mapping[int, Request], caches: Mapping[str, Tensor], context: int
+    ) -> dict[int, list[int]] | None:
+        """New tokens of each sequence by slot, all of them in the caches but the last; None: take a plain step."""
+        ...
+
+    def plain(self, tokens: int, seconds: float) -> None:
+        """A plain step gave so many tokens in that time."""
+        ...
+
+
 class Engine:
     """Continuous batching over slots, which may share a pool of pages: a sequence joins when all that it may need is
     free, so that none is ever ended for want of room.
@@ -32,7 +49,8 @@ class Engine:
     holds them all, and reads on in the prompt of one sequence: pieces of the sizes ``chunks`` (the largest that fit,
     then smaller ones, then token by token), at most ``budget`` tokens a step, so that running sequences never wait for
     a long prompt. A prompt is read in a row of its own and seated when it is done, so that no step of the batch touches
-    it. Rows without a sequence take token 0 at length 0; nobody reads them.
+    it. Rows without a sequence take token 0 at length 0; nobody reads them. With ``speculation`` a sequence may get
+    several tokens a step.
     """
 
     def __init__(
@@ -45,8 +63,10 @@ class Engine:
         chunks: Sequence[int] = (),
         budget: int = 512,
         max_waiting: int | None = None,
+        speculation: Speculating | None = None,
     ) -> None:
         self._programs, self.slots, self.context = programs, slots, context
+        self.speculation = speculation
         self.chunks = sorted({1, *(size for size in chunks if size <= context)}, reverse=True)
         self._budget, self._max_waiting = budget, max_waiting
         self.batches = tuple(sorted({*(batches or buckets(slots.slots)), slots.slots}))
@@ -137,7 +157,7 @@ class Engine:
         return True
 
     def step(self) -> list[Event]:
-        """One token for every running sequence, and some of a prompt for the next; what became of it."""
+        """A token (or several) for every running sequence, and some of a prompt for the next; what became of it."""
         events, self._aborted = self._aborted, []
         events += self._decode()
         events += self._prefill()
@@ -147,17 +167,41 @@ class Engine:
         if not self._running:
             return []
         self._compact()
-        rows = self._bucket()
-        step = self._programs.step(rows, 1, self.slots.first(rows))
+        rows, running = self._bucket(), dict(sorted(self._running.items()))
+        caches = self.slots.first(rows)
+        made = None
+        if self.speculation is not None:
+            made = self.speculation.round(rows, running, caches, self.context)
+        if made is not None:
+            return self._take_several(made, running)
+        started = perf_counter()
+        step = self._programs.step(rows, 1, caches)
         ids, lengths = [[0] for _ in range(rows)], [0] * rows
-        for slot, request in self._running.items():
+        for slot, request in running.items():
             ids[slot], lengths[slot] = [request.tokens[-1]], request.written
         logits = step(ids, lengths)
-        running = dict(sorted(self._running.items()))
         for request in running.values():
             request.written += 1
         self.slots.step(running)
-        return self._take(logits[list(running)], list(running.values()))
+        events = self._take(logits[list(running)], list(running.values()))
+        if self.speculation is not None:
+            self.speculation.plain(len(running), perf_counter() - started)
+        return events
+
+    def _take_several(self, made: Mapping[int, list[int]], running: Mapping[int, Request]) -> list[Event]:
+        """Hand out the tokens of a round, of each sequence up to its end."""
+        events: list[Event] = []
+        for slot, request in running.items():
+            for token in made[slot]:
+                request.written += 1
+                self.slots.step([slot])
+                request.take(token, self.context)
+                self.made += 1
+                events.append(Event(request.number, token, request.finish))
+                if request.finish is not None:
+                    self._leave(request)
+                    break
+        return events
 
     def _prefill(self) -> list[Event]:
         budget = self._budget
@@ -193,8 +237,10 @@ class Engine:
         return True
 
     def _room(self, prompt: int, sampling: Sampling) -> int:
-        """The tokens that a sequence may come to have in the caches; the last new one is never written."""
-        return min(self.context, prompt + sampling.max_new_tokens - 1)
+        """The tokens that a sequence may come to have in the caches, drafts included; the last new one is never
+        written."""
+        drafts = 0 if self.speculation is None else self.speculation.drafts
+        return min(self.context, prompt + sampling.max_new_tokens - 1 + drafts)
 
     def pieces(self, tokens: int) -> list[int]:
         """The sizes in which that many tokens of a prompt are read, in order."""

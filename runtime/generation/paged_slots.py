@@ -34,7 +34,14 @@ class PagedSlots:
     rows (``block_table``), in tensors that stay where they are. Rows without a sequence use the scratch page.
     """
 
-    def __init__(self, rows: Mapping[str, Row], pool: Pool, slots: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        rows: Mapping[str, Row],
+        pool: Pool,
+        slots: int,
+        device: torch.device | str = "cpu",
+        given: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.slots = slots
         try:
             self.cache = PagedCache(pool.caches, pool.pages, pool.context, device=device, debug=pool.debug)
@@ -42,14 +49,15 @@ class PagedSlots:
             raise KimigraphError(
                 f"a pool of {pool.pages} pages is more than {device} has room for: allow fewer (pages)"
             ) from error
-        self._rows = SlotCaches(rows, slots, device)
+        self._rows = SlotCaches(rows, slots, device, given)
         self._pages = pool.pages
         with torch.inference_mode(False):
-            self._tables_on_device = torch.full(
-                (slots + 1, self.cache.columns), SCRATCH_PAGE, dtype=torch.int32, device=device
-            )
+            self._tables_on_device = [
+                torch.full((rows, self.cache.columns), SCRATCH_PAGE, dtype=torch.int32, device=device)
+                for rows in (slots, 1)  # each begins where a tensor of its own does: programs count on that
+            ]
         self._tables: list[PageTable | None] = [None] * (slots + 1)
-        self.staging: dict[str, Tensor] = self._tensors(self._rows.staging, slots, slots + 1)
+        self.staging: dict[str, Tensor] = self._tensors(self._rows.staging, self._tables_on_device[1])
         self._views: dict[int, dict[str, Tensor]] = {}
 
     @property
@@ -60,7 +68,7 @@ class PagedSlots:
     def first(self, rows: int) -> dict[str, Tensor]:
         """The tensors of a step over the first ``rows`` slots."""
         if rows not in self._views:
-            self._views[rows] = self._tensors(self._rows.first(rows), 0, rows)
+            self._views[rows] = self._tensors(self._rows.first(rows), self._tables_on_device[0][:rows])
         return self._views[rows]
 
     def holds(self, tokens: int) -> bool:
@@ -149,7 +157,8 @@ class PagedSlots:
         row = torch.full((self.cache.columns,), SCRATCH_PAGE if table is None else UNMAPPED, dtype=torch.int32)
         if table is not None:
             row[: len(table.pages)] = torch.tensor(table.pages, dtype=torch.int32)
-        self._tables_on_device[place].copy_(row)
+        seats, staging = self._tables_on_device
+        (staging[0] if place == self.slots else seats[place]).copy_(row)
 
-    def _tensors(self, rows: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-        return {**self.cache.tensors, **rows, BLOCK_TABLE: self._tables_on_device[start:stop]}
+    def _tensors(self, rows: Mapping[str, Tensor], tables: Tensor) -> dict[str, Tensor]:
+        return {**self.cache.tensors, **rows, BLOCK_TABLE: tables}

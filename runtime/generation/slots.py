@@ -78,15 +78,22 @@ class SlotCaches:
     """``slots`` rows of each tensor, and one row apart from them (``staging``) in which a prompt is read.
 
     A step over the first n slots takes ``first(n)``: no tensor moves when n changes. The lowest free slot is given
-    first. Tensors stay where they are for the life of the object.
+    first. Tensors stay where they are for the life of the object. ``given`` has those that lie elsewhere already.
     """
 
-    def __init__(self, rows: Mapping[str, Row], slots: int, device: torch.device | str = "cpu") -> None:
-        self.slots = slots
+    def __init__(
+        self,
+        rows: Mapping[str, Row],
+        slots: int,
+        device: torch.device | str = "cpu",
+        given: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.slots, there = slots, given or {}
         size = sum(torch.Size(row.shape).numel() * row.dtype.itemsize for row in rows.values())
         try:
             self.tensors = {
-                name: torch.zeros(slots, *row.shape, dtype=row.dtype, device=device) for name, row in rows.items()
+                name: there[name] if name in there else torch.zeros(slots, *row.shape, dtype=row.dtype, device=device)
+                for name, row in rows.items()
             }
             self.staging = {
                 name: torch.zeros(1, *row.shape, dtype=row.dtype, device=device) for name, row in rows.items()

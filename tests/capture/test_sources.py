@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from tiny_models import DEEPSEEK, GLM, KIMI, write_model
 
 from kimigraph.capture import capture, load_source
+from kimigraph.capture.overrides import apply_overrides
 from kimigraph.capture.program import tensors_of
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
@@ -96,6 +97,15 @@ def test_overrides_reach_the_text_part_and_refit_layer_lists(tmp_path: Path) -> 
     assert text["layer_types"] == ["linear_attention", "indexed_attention", "linear_attention"]
     names = source.build()[1][1]
     assert "state.2.kda" in names and text["index_topk"] == 4
+
+
+def test_numbers_of_layers_that_are_no_more_are_cut() -> None:
+    """As published, from 1; transformers takes a number behind the last layer for an error."""
+    numbers = {"kda_layers": [1, 2, 3, 5, 6, 7], "full_attn_layers": [4, 8]}
+    document = {"num_hidden_layers": 8, "linear_attn_config": numbers}
+    changed = apply_overrides(document, (("num_hidden_layers", "4"),), set())
+    assert changed["linear_attn_config"] == {"kda_layers": [1, 2, 3], "full_attn_layers": [4]}
+    assert numbers["full_attn_layers"] == [4, 8]
 
 
 @pytest.mark.parametrize("document", [KIMI, DEEPSEEK, GLM], ids=lambda document: document["model_type"])

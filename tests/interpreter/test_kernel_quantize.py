@@ -58,6 +58,7 @@ def test_rotated_rows(kernel, device, op):
 
 
 def test_what_is_no_number_stays_in_its_group(kernel, device):
+    """G5: NaN and both infinities, in the kernel as in the reference."""
     x = values(1, 160)
     x[0, 0], x[0, 40], x[0, 70], x[0, 96:128] = float("nan"), float("inf"), float("-inf"), 0.0
     codes, scales = run(kernel, device, "mxfp8_quantize", x, group=32)

@@ -224,6 +224,15 @@ def test_a_sequence_waits_for_pages_and_one_that_can_never_have_them_is_refused(
         small.submit([1] * 9, Sampling(max_new_tokens=3))
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_tensors_of_steps_begin_where_kernels_hold_them_to_begin(slots: int) -> None:
+    """Programs on a GPU take tensors at multiples of 16 bytes; tables of three columns are no such multiple."""
+    made = paged(slots, pages=9)
+    assert made.cache.columns == 3
+    tensors = [*made.staging.values(), *(t for rows in range(1, slots + 1) for t in made.first(rows).values())]
+    assert not [tensor.shape for tensor in tensors if tensor.data_ptr() % 16]
+
+
 def test_a_fork_leaves_the_slot_of_the_sequence_that_is_being_read():
     running, _ = engine(SlotCaches(ROWS, 2), budget=2)
     first = running.submit([1], Sampling(max_new_tokens=6))

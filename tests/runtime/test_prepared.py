@@ -20,7 +20,7 @@ from kimigraph.ir.preparation import prepare
 from kimigraph.ir.reference.hadamard import hadamard_rotated
 from kimigraph.run import run_artifact
 from kimigraph.runtime.executor import Executor
-from kimigraph.runtime.prepared import prepare_in_place
+from kimigraph.runtime.prepared import PreparedWeights, in_turn, prepare_in_place
 
 
 class TwoProducts(nn.Module):
@@ -145,6 +145,40 @@ def test_an_executor_that_is_given_the_weights_keeps_none_of_the_spare(optimized
     (caller,) = executor.caller_inputs
     x = torch.ones(caller.shape)
     torch.testing.assert_close(executor(x)[0], model(x))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_programs_that_are_given_their_own_weights_have_each_once(optimized: Any, tied: bool, tmp_path: Path) -> None:
+    model = TwoProducts(tied)
+    artifact = Path(optimized(model).save(tmp_path / "artifact"))
+    own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    prepared = PreparedWeights(own)
+    first, second = Executor(artifact, own, prepared), Executor(artifact, own, prepared)
+    together = first.bound["first+second.weight"]
+    assert second.bound["first+second.weight"] is together
+    assert {tensor.untyped_storage().data_ptr() for tensor in own.values()} == {together.untyped_storage().data_ptr()}
+    for name, tensor in own.items():
+        assert torch.equal(tensor, model.state_dict()[name])
+    held = {tensor.untyped_storage().data_ptr() for each in (first, second) for tensor in each.bound.values()}
+    assert len(first.bound) == 1 + tied and held == {together.untyped_storage().data_ptr()}
+    x = torch.ones(first.caller_inputs[0].shape)
+    for executor in (first, second):
+        torch.testing.assert_close(executor(x)[0], model(x))
+
+
+def test_at_the_peak_there_are_the_weights_and_one_prepared() -> None:
+    """Three pairs, of which one after the other is made one: what it is made of is gone before the next is."""
+    own = {name: torch.full((4, 8), float(place)) for place, name in enumerate("abcdef")}
+    watched = [weakref.ref(tensor) for tensor in own.values()]
+    pairs = {first + second: [{"op": "cat", "dim": 0, "of": [first, second]}] for first, second in ("ab", "cd", "ef")}
+    bound, prepared, alive = dict(own), PreparedWeights(own), list[int]()
+    for name, steps, spent in in_turn(pairs, set(own)):
+        bound[name] = prepared.weight(steps, bound).value
+        for source in spent:
+            del bound[source]
+        alive.append(sum(reference() is not None for reference in watched))
+    assert alive == [4, 2, 0] and sorted(bound) == ["ab", "cd", "ef"]
+    assert [own[name].unique().tolist() for name in "abcdef"] == [[float(place)] for place in range(6)]
 
 
 def test_a_step_of_another_version_is_refused() -> None:
