@@ -7,14 +7,18 @@ import torch
 from kimigraph.ir import env
 from kimigraph.ir.errors import UsageError
 
+ONNXRUNTIME = "cpu:onnxruntime"
+
 
 def ahead_of_time_arch(target: str) -> int | None:
     """90 for ``cuda:sm_90``, None for a target that says no architecture; UsageError for other text."""
-    if target in ("cpu", "cpu:reference", "cuda"):
+    if target in ("cpu", "cpu:reference", ONNXRUNTIME, "cuda"):
         return None
     match = re.fullmatch(r"cuda:sm_(\d{2,3})", target)
     if match is None:
-        raise UsageError(f"unknown target {target!r}: choose auto, cpu, cpu:reference, cuda or cuda:sm_90")
+        raise UsageError(
+            f"unknown target {target!r}: choose auto, cpu, cpu:reference, cpu:onnxruntime, cuda or cuda:sm_90"
+        )
     return int(match[1])
 
 

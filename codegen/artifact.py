@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import kimigraph
-from kimigraph.codegen.architecture import cubin_arch
+from kimigraph.codegen.architecture import ONNXRUNTIME, cubin_arch
 from kimigraph.codegen.arena_text import ARENA_FILE
 from kimigraph.codegen.capturable import uncapturable
 from kimigraph.codegen.constants import CONSTANTS_FILE, folded_constants
@@ -46,13 +46,20 @@ def build_artifact(
 ) -> Manifest:
     """Write the artifact of ``program`` for ``target`` into ``directory``, which exists and is empty.
 
-    ``target`` is ``cpu:reference``, ``cpu``, ``cuda`` or ``cuda:sm_<number>`` (kernels are then compiled ahead of time,
-    in worker processes). ``info`` adds to ``program.info``; of it, ``model`` (or ``model_type``), ``phase`` and
-    ``shape_key`` go into the manifest's fields. ``self_test=False`` leaves the checksums out. Raises CompileError for
-    what has no kernel or no spelling, UsageError for a target that this Triton cannot build.
+    ``target`` is ``cpu:reference``, ``cpu``, ``cuda``, ``cuda:sm_<number>`` (kernels are then compiled ahead of time,
+    in worker processes) or ``cpu:onnxruntime`` (an artifact of kind ``onnx``). ``info`` adds to ``program.info``; of
+    it, ``model`` (or ``model_type``), ``phase`` and ``shape_key`` go into the manifest's fields. ``self_test=False``
+    leaves the checksums out. Raises CompileError for what has no kernel or no spelling, UsageError for a target that
+    this Triton cannot build.
     """
     facts = {**program.info, **(info or {})}
-    title = ProgramTitle(_model(facts), str(facts.get("phase", "")), str(facts.get("shape_key", "")), target)
+    if target == ONNXRUNTIME:
+        from kimigraph.codegen.onnx.artifact import build_onnx_artifact
+
+        return build_onnx_artifact(
+            program, target, directory, facts, seed=seed, self_test=self_test, cache_key=cache_key
+        )
+    title = ProgramTitle(model_name(facts), str(facts.get("phase", "")), str(facts.get("shape_key", "")), target)
     arch = cubin_arch(target)
     ready = prepared(program)
     bound = ready.program
@@ -65,8 +72,8 @@ def build_artifact(
         streams = stream_count(bound.graph_module.graph.nodes)
         text = program_text(bound, kernels, title)
         texts = {"program.py": text, **support_files(kernels.ahead_of_time, streams, ARENA_FILE in text)}
-        paths += [*_write(texts, directory), *_write_constants(bound, directory)]
-        sums = _checksums(program, target, seed, notify) if self_test else {}
+        paths += [*_write(texts, directory), *write_constants(bound, directory)]
+        sums = checksums_of(program, target, seed, notify) if self_test else {}
         if building is not None:
             records, built = building.result()
             paths += built
@@ -82,8 +89,8 @@ def build_artifact(
         sources=ready.sources,
         preparation=ready.steps,
         outputs=program.outputs,
-        in_spec=_tree_text(program.in_spec),
-        out_spec=_tree_text(program.out_spec),
+        in_spec=tree_text(program.in_spec),
+        out_spec=tree_text(program.out_spec),
         kernels=records,
         launches=graph_launches(bound.graph_module.graph, kernels.launches()),
         checksums=sums,
@@ -106,7 +113,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _model(facts: dict[str, Any]) -> str:
+def model_name(facts: dict[str, Any]) -> str:
     """The model's name; a path is cut to its last part, so that a program's text is the same on every machine."""
     name = str(facts.get("model") or facts.get("model_type") or facts.get("source") or "")
     return name.replace("\\", "/").rstrip("/").rpartition("/")[2]
@@ -119,14 +126,15 @@ def _write(texts: dict[str, str], directory: Path) -> list[str]:
     return list(texts)
 
 
-def _write_constants(program: CapturedProgram, directory: Path) -> list[str]:
+def write_constants(program: CapturedProgram, directory: Path) -> list[str]:
+    """Write the constants of a program; the files that it took, none where there are no constants."""
     constants = folded_constants(program)
     if constants:
         write_tensors(directory / CONSTANTS_FILE, constants)
     return [CONSTANTS_FILE] if constants else []
 
 
-def _tree_text(spec: Any) -> str | None:
+def tree_text(spec: Any) -> str | None:
     """The serialised tree specification, or None where a container of the model has no serialised form."""
     if spec is None:
         return None
@@ -136,7 +144,7 @@ def _tree_text(spec: Any) -> str | None:
         return None
 
 
-def _checksums(
+def checksums_of(
     program: CapturedProgram, target: str, seed: int, notify: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """Checksums by the references; a program that has kernels of its own can do without, and says so."""

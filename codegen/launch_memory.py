@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from kimigraph.codegen.architecture import ONNXRUNTIME
 from kimigraph.codegen.host_half import host_half
 from kimigraph.codegen.kernel import KernelModule
 from kimigraph.codegen.kernel_writer import KernelSet, build_kernels
@@ -31,9 +32,9 @@ NO_MEMORY = "its kernel makes memory for itself"
 def describe_memory(graph: Graph, target: str) -> None:
     """Write at every node that starts work what it allocates, or why it takes no memory (``ir.launch_memory``).
 
-    Does nothing for ``cpu:reference``, whose programs compute by references.
+    Does nothing for ``cpu:reference`` and ``cpu:onnxruntime``, whose programs launch no kernels.
     """
-    if target == "cpu:reference":
+    if target in ("cpu:reference", ONNXRUNTIME):
         return
     try:
         kernels = build_kernels(graph, target)

@@ -12,6 +12,7 @@ from kimigraph.ir.row_products import is_cast_alone
 
 _CAT = torch.ops.aten.cat.default
 _ROTATED = OPERATORS["hadamard_rows"].overload
+_PACKED = OPERATORS["mxfp4_quantize"].overload
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class PreparedProgram:
 def prepared(program: CapturedProgram) -> PreparedProgram:
     """Take what passes marked as prepared (``meta["prepared"]``) out of the step; ``program`` itself stays as it is.
 
-    That is, concatenations, casts and rotations of weights that no step updates. Weights that something else reads too
-    stay inputs.
+    That is, concatenations, casts, rotations and MXFP4 of weights that no step updates. Weights that something else
+    reads too stay inputs.
     """
     copy = program.copy()
     graph = copy.graph_module.graph
@@ -74,8 +75,8 @@ def prepared(program: CapturedProgram) -> PreparedProgram:
 
 
 def prepared_from(node: Node, specs: dict[str, InputSpec]) -> list[Node]:
-    """The weights that the node concatenates, casts or rotates, when it does nothing else and no step updates them."""
-    alone = node.target is _ROTATED or is_cast_alone(node)
+    """The weights that the node concatenates, casts, rotates or packs, when that is all and no step updates them."""
+    alone = node.target in (_ROTATED, _PACKED) or is_cast_alone(node)
     given: Any = node.args[0] if node.target is _CAT else node.args[:1] if alone else []
     found = [specs.get(part.name) if isinstance(part, Node) and part.op == "placeholder" else None for part in given]
     own = all(spec is not None and spec.kind == "weight" and not spec.mutated for spec in found)
@@ -90,6 +91,8 @@ def _step(node: Node, names: list[str]) -> tuple[str, dict[str, Any]]:
     if node.target is _ROTATED:
         width = node.kwargs["width"]
         return f"{names[0]} rotated by {width}", {"op": "hadamard", "width": width, "of": names}
+    if node.target is _PACKED:
+        return f"{names[0]} as mxfp4", {"op": "mxfp4", "of": names}
     dtype = str(node.meta["val"].dtype).removeprefix("torch.")
     return f"{names[0]} as {dtype}", {"op": "cast", "dtype": dtype, "of": names}
 

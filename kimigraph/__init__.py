@@ -6,12 +6,15 @@ The public names are loaded on first use, so that ``kimigraph --help`` starts wi
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kimigraph.entry import offer_backend
+
 if TYPE_CHECKING:
     from kimigraph import passes
     from kimigraph.api import Compiled, load, optimize
     from kimigraph.generator import Generator
     from kimigraph.ir.config import CompileConfig
     from kimigraph.runtime.generation import Sampling
+    from kimigraph.torch_compile import TorchBackend
 
 __version__ = "0.1.0"
 
@@ -20,10 +23,23 @@ _PUBLIC = {
     "Compiled": "kimigraph.api",
     "Generator": "kimigraph.generator",
     "Sampling": "kimigraph.runtime.generation",
+    "TorchBackend": "kimigraph.torch_compile",
     "load": "kimigraph.api",
     "optimize": "kimigraph.api",
 }
-__all__ = ["CompileConfig", "Compiled", "Generator", "Sampling", "__version__", "load", "optimize", "passes"]
+__all__ = [
+    "CompileConfig",
+    "Compiled",
+    "Generator",
+    "Sampling",
+    "TorchBackend",
+    "__version__",
+    "load",
+    "optimize",
+    "passes",
+]
+
+offer_backend(__version__)
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from kimigraph.capture import capture_module
 from kimigraph.capture.function_source import module_source
+from kimigraph.capture.halves import half_of_call
 from kimigraph.capture.identity import call_digest
 from kimigraph.capture.named_caches import described_by_operators, named_cache_hints
 from kimigraph.capture.signature import normalize_call
@@ -267,7 +268,13 @@ class _Compiler:
                     captured = capture_module(self._model, args, kwargs, self._config, hints)
                     described_by_operators(captured)
                     captured.info["shape_key"] = shape_key
-                report, finished = build(captured, directory, session)
+
+                def half(whole: CapturedProgram) -> CapturedProgram:
+                    found = half_of_call(self._model, args, kwargs, self._config, hints, whole)
+                    described_by_operators(found)
+                    return found
+
+                report, finished = build(captured, directory, session, half=half)
                 if self._config.verify:
                     from kimigraph.verify import verify_module
 

@@ -4,12 +4,15 @@ import gc
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kimigraph.capture import ModelSource, capture, load_source
+from kimigraph.capture.halves import capture_half
 from kimigraph.codegen import build_artifact
-from kimigraph.ir.cache_formats import cache_bill
+from kimigraph.halving import Halving
+from kimigraph.ir.cache_formats import cache_bill, experts_bill
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.cost import graph_seconds
 from kimigraph.ir.errors import KimigraphError, UsageError
@@ -34,6 +37,7 @@ from kimigraph.passes import (
     run_pipeline,
 )
 from kimigraph.passes.instruments.dump import DumpDirectory
+from kimigraph.passes.manager import PassRecord
 from kimigraph.report import REPORT_NAME
 from kimigraph.runtime.cache import ARTIFACT, DUMPS, Entry, Lookup, digest
 from kimigraph.session import Notify, Session, new_session, pass_context
@@ -98,11 +102,14 @@ def _compile_one(source: str, model: ModelSource, directory: Path, session: Sess
             report, finished = restore(hit, staged, session, model.name), hit.graph_key
         else:
             captured = _captured(model, session)
-            report, finished = build(captured, staged, session, hit.reason, use_up=not config.verify)
+            half = partial(capture_half, model, config)
+            report, finished = build(captured, staged, session, hit.reason, use_up=not config.verify, half=half)
         if config.verify:
             from kimigraph.verify import verify_source
 
-            session.notify("verifying against the eager model")
+            session.notify(
+                f"verifying against {'the eager model' if config.reference == 'eager' else config.reference}"
+            )
             with discarding(finished, session), session.timing.stage("verify"):
                 report.verify = verify_source(source, model, staged, captured, config, session.target)
         keep(front, finished, report, session)
@@ -139,12 +146,18 @@ def looked_up(session: Session, key: str, look_up: Callable[[], Lookup]) -> Look
 
 
 def build(
-    captured: CapturedProgram, directory: Path, session: Session, reason: str = "", *, use_up: bool = False
+    captured: CapturedProgram,
+    directory: Path,
+    session: Session,
+    reason: str = "",
+    *,
+    use_up: bool = False,
+    half: Callable[[CapturedProgram], CapturedProgram] | None = None,
 ) -> tuple[CompileReport, Finished]:
     """Run the pipeline on a copy of ``captured`` and write the artifact into ``directory``, or reuse an equal one.
 
-    With ``use_up`` there is no copy: nobody needs the capture any more. Stores nothing: the caller does (``keep``),
-    once it is content with the result.
+    With ``use_up`` there is no copy: nobody needs the capture any more. ``half`` captures the step of half the batch,
+    for half-batches. Stores nothing: the caller does (``keep``), once it is content with the result.
     """
     text = print_program(captured)
     graph = graph_components(captured, session.config, session.pipeline, session.target, text)
@@ -154,11 +167,18 @@ def build(
         return restore(known, directory, session, str(captured.info.get("source", ""))), known.graph_key
     program = captured if use_up else captured.copy()
     with uncollected():
-        return _build(program, text, directory, session, graph, _why(reason, known))
+        halving = Halving(replace(session.config, target=session.target), session.pipeline, half)
+        return _build(program, text, directory, session, graph, _why(reason, known), halving)
 
 
 def _build(
-    program: CapturedProgram, captured: str, directory: Path, session: Session, graph: dict[str, Any], reason: str
+    program: CapturedProgram,
+    captured: str,
+    directory: Path,
+    session: Session,
+    graph: dict[str, Any],
+    reason: str,
+    halving: Halving,
 ) -> tuple[CompileReport, Finished]:
     config, target = session.config, session.target
     nodes = len(program.graph_module.graph.nodes)
@@ -169,9 +189,15 @@ def _build(
         # Numbers come before the verifier: what an invalid graph computes says more than the rule that it breaks.
         numerics = CheckNumerics(config.seed)
         checks = [numerics, VerifyPasses()] if config.check_numerics else []
-        watchers = [*session.dumping(captured), clock, launches, *checks]
+        whole = program
+
+        def run(step: CapturedProgram, watched: bool) -> list[PassRecord]:
+            text = captured if step is whole else print_program(step) if watched else ""
+            watchers = [*session.dumping(text), clock, launches, *checks] if watched else []
+            return run_pipeline(step, session.pipeline, context, watchers, verify=not checks)
+
         with reporting_failure(CompileReport(phase=config.phase, target=target), session.asked):
-            records = run_pipeline(program, session.pipeline, context, watchers, verify=not checks)
+            program, records = halving.run(whole, run)
     check_required_fusions(records, config)
     session.notify(f"generating code for {target}")
     with session.timing.stage("codegen"):
@@ -192,7 +218,11 @@ def _build(
         kernels=[{**asdict(item), "estimated_us": estimates[item.name] * 1e6} for item in manifest.kernels],
         launches={"before": launches.count, "after": manifest.launches},
         streams=asdict(summarize(program.graph_module.graph, context.device)),
-        memory={"arena_bytes": arena_bytes(program.graph_module.graph), **cache_bill(program.inputs)},
+        memory={
+            "arena_bytes": arena_bytes(program.graph_module.graph),
+            **cache_bill(program.inputs),
+            **experts_bill(program.info.get("quantization", ())),
+        },
         quantization=list(program.info.get("quantization", ())),
         cache={"status": session.cache.status, "key": digest(graph), "reason": reason, "saved_seconds": 0.0},
         timing={"per_pass": dict(clock.seconds)},

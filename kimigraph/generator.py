@@ -1,5 +1,6 @@
 """``kimigraph.Generator``: a directory with a model to tokens, prompt by prompt or many at a time."""
 
+import copy
 import json
 import shutil
 import tempfile
@@ -7,20 +8,23 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Generator as Generating
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kimigraph.adapters.transformers_tokenizer import Tokenizer, load_tokenizer
 from kimigraph.capture import ModelSource, load_source
 from kimigraph.capture.source import read_config
 from kimigraph.compiler import compile_model
-from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.config import CompileConfig, Phase
 from kimigraph.ir.descriptors import IndexKeyDescriptor, LatentDescriptor, parse_descriptor
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.report import CompileReport
+from kimigraph.replay_program import new_replay_log
 from kimigraph.run import seeded
 from kimigraph.runtime.executor import Executor, device_of
 from kimigraph.runtime.generation import (
@@ -38,9 +42,11 @@ from kimigraph.runtime.generation import (
 )
 from kimigraph.runtime.graphs import graph_mode
 from kimigraph.runtime.prepared import PreparedWeights
+from kimigraph.runtime.speculation import Draft, ModelDraft, NgramDraft, ReplayLog, Speculation, StateShape, Verify
 from kimigraph.session import resolve_target
 from kimigraph.weights import Watch, drawn_weight, layout_of, read_weights, unwatched
 
+DRAFT_TOKENS = 4
 CHUNKS = (512, 64, 8)
 """Sizes of the pieces in which prompts are read; what is left over goes token by token."""
 
@@ -50,21 +56,49 @@ Prompt = str | Sequence[int]
 class StepPrograms:
     """The compiled steps of one model: made when first asked for, over one set of weights.
 
-    ``reports`` has one compile report for each (batch, tokens).
+    ``reports`` has one compile report for each (batch, tokens); ``verifying`` are those of steps that verify drafts.
     """
 
     def __init__(self, source: str, config: CompileConfig, notify: Callable[[str], None], watch: Watch) -> None:
         self.source, self.config = source, replace(config, report=False, verify=False)
         self.target = resolve_target(config.target)
-        self.device = device_of(self.target)
         self.reports: dict[tuple[int, int], CompileReport] = {}
         self._notify, self._watch = notify, watch
         self._graphs = graph_mode(self.target, config.max_graphs, reuse_outputs=True) if config.cuda_graph else None
-        self._prepared, self._weights = PreparedWeights(), dict[str, Tensor]()
+        self._weights = dict[str, Tensor]()
+        self._prepared = PreparedWeights(self._weights)
         self._executors: dict[tuple[int, int], Executor] = {}
         self._steps: dict[tuple[int, ...], BoundStep] = {}
+        self._phase: Phase | None = None
         self._scratch = Path(tempfile.mkdtemp(prefix="kimigraph-generate-"))
         weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where steps run. What another machine will run can be compiled without it."""
+        return device_of(self.target)
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The model's own weights by outside name, as far as a program has asked for them."""
+        return self._weights
+
+    @cached_property
+    def verifying(self) -> "StepPrograms":
+        """The steps that verify drafts, over the same weights."""
+        other = copy.copy(self)
+        scratch = self._scratch / "verify"
+        scratch.mkdir()
+        vars(other).update(reports={}, _executors={}, _steps={}, _phase="verify", _scratch=scratch)
+        return other
+
+    def verify(self, batch: int, tokens: int, caches: Mapping[str, Tensor]) -> Verify:
+        """The step of ``batch`` rows by ``tokens`` tokens that writes no recurrent state: logits [B, S, V] of all."""
+        return self.verifying.step(batch, tokens, caches).all_logits
+
+    def replay_log(self, shape: StateShape, rows: int, tokens: int) -> ReplayLog:
+        """Recurrent states of ``rows`` sequences, and a log of ``tokens`` tokens each, folded by a compiled program."""
+        return new_replay_log(shape, rows, tokens, self.target, self.device, self._scratch / "replay", self._graphs)
 
     def model(self, batch: int, tokens: int) -> ModelSource:
         """The source of the step of ``batch`` rows by ``tokens`` tokens."""
@@ -72,21 +106,23 @@ class StepPrograms:
 
     def shaped(self, batch: int, tokens: int) -> CompileConfig:
         """The configuration of that step."""
-        return replace(self.config, phase="decode" if tokens == 1 else "prefill", batch=batch, tokens=tokens)
+        phase = self._phase or ("decode" if tokens == 1 else "prefill")
+        return replace(self.config, phase=phase, batch=batch, tokens=tokens)
 
     def step(self, batch: int, tokens: int, caches: Mapping[str, Tensor]) -> BoundStep:
         """The step over ``caches``, which are those of an earlier call with the same shape or lie elsewhere."""
         tensors = list(caches.values())  # of paged caches the first is one for all steps, and the last their own table
         place = (batch, tokens, tensors[0].data_ptr(), tensors[-1].data_ptr())
         if place not in self._steps:
-            self._steps[place] = BoundStep(self._executor(batch, tokens), caches)
+            self._steps[place] = BoundStep(self.executor(batch, tokens), caches)
         return self._steps[place]
 
     def artifact(self, batch: int, tokens: int) -> Path:
         """Where the compiled step of that shape lies, once it has been asked for."""
         return self._scratch / f"b{batch}-t{tokens}"
 
-    def _executor(self, batch: int, tokens: int) -> Executor:
+    def executor(self, batch: int, tokens: int) -> Executor:
+        """The program of that step, bound to the weights."""
         key = (batch, tokens)
         if key not in self._executors:
             model, directory = self.model(*key), self.artifact(batch, tokens)
@@ -95,13 +131,14 @@ class StepPrograms:
             manifest = Manifest.read(directory)
             self._bring(manifest, model)
             self._executors[key] = Executor(directory, self._weights, self._prepared)
-            if self._graphs is not None and tokens == 1:
+            if self._graphs is not None and (tokens == 1 or self._phase is not None):
                 self._graphs.adopt(self._executors[key])
         return self._executors[key]
 
     def _bring(self, manifest: Manifest, model: ModelSource) -> None:
         """Put the tensors that the program binds, and no earlier one did, on its device."""
-        lacking = [spec for spec in manifest.bound if spec.kind != "constant" and spec.source not in self._weights]
+        wanted = manifest.wanted(self._weights.keys())
+        lacking = [spec for spec in wanted if spec.kind != "constant" and spec.source not in self._weights]
         weights = [spec for spec in lacking if spec.kind == "weight"]
         if manifest.random_weights:
             asked = model.document.get("random_weights") or {}
@@ -113,7 +150,8 @@ class StepPrograms:
                     self._weights[spec.source] = seeded(spec, manifest).to(self.device)
         elif weights:
             layout = layout_of(str(manifest.info.get("model_type", "")))
-            self._weights |= read_weights(Path(self.source), weights, layout, self.device, self._watch)
+            packed = manifest.packed_weights()
+            self._weights |= read_weights(Path(self.source), weights, layout, self.device, self._watch, packed)
         buffers = [spec for spec in lacking if spec.kind != "weight"]
         if buffers:  # integers that a checkpoint holds: the model itself knows how they are stored
             state = model.loaded.module.state_dict()
@@ -124,6 +162,12 @@ class StepPrograms:
 def cache_rows(model: ModelSource) -> dict[str, Row]:
     """What one sequence has of each cache of ``model``."""
     return {item.name: Row(item.shape[1:], item.dtype) for item in model.inputs if item.hint.kind == "cache"}
+
+
+def state_shape(model: ModelSource) -> StateShape | None:
+    """The recurrent states of ``model``; None where it has none."""
+    caches = {item.name: (item.hint.descriptor, item.dtype) for item in model.inputs if item.hint.descriptor}
+    return StateShape.of(caches)
 
 
 def paged_caches(model: ModelSource, page_size: int) -> dict[str, LatentDescriptor | IndexKeyDescriptor]:
@@ -144,8 +188,10 @@ class Generator:
     ``batches`` (default: powers of two up to ``max_batch``). Prompts are read in pieces of the sizes ``chunks``.
     With ``cache_layout`` paged, latents and index keys lie in ``pages`` pages that all sequences share (default: what
     ``max_batch`` sequences of full length and the one being read take); ``debug`` fills free pages with NaN.
-    Programs come from the compile cache, or are compiled when they are first needed; ``notify`` is
-    told what goes on, ``watch`` how much of the weights has been read.
+    ``draft`` (``ngram``, the directory of a smaller model of the same vocabulary, or an object) guesses up to
+    ``draft_tokens`` tokens a step, which are verified together; see ``docs/speculation.md``.
+    Programs come from the compile cache, or are compiled when they are first needed; ``notify`` is told what goes on,
+    ``watch`` how much of the weights has been read.
 
     Raises UsageError for a source that cannot generate, and what compilation raises.
     """
@@ -160,6 +206,8 @@ class Generator:
         chunks: Sequence[int] = CHUNKS,
         max_waiting: int | None = None,
         debug: bool = False,
+        draft: str | Path | Draft | None = None,
+        draft_tokens: int = DRAFT_TOKENS,
         notify: Callable[[str], None] = lambda message: None,
         watch: Watch = unwatched,
     ) -> None:
@@ -169,23 +217,54 @@ class Generator:
         model = self.programs.model(1, 1)
         assert model.shape is not None
         self.context = model.shape.context
-        slots = self._slots(model, max_batch, debug)
+        self.vocabulary = _vocabulary(model.document)
+        shape, log = None if draft is None else state_shape(model), None
+        if shape is not None:
+            log = self.programs.replay_log(shape, max_batch, 1 + draft_tokens)
+        slots = self._slots(model, max_batch, debug, {} if log is None else log.states)
+        self.speculation: Speculation | None = None
+        if draft is not None:
+            chosen = self._draft(draft, max_batch, draft_tokens, notify) if isinstance(draft, str | Path) else draft
+            self.speculation = Speculation(self.programs, chosen, draft_tokens, log)
         self.engine = Engine(
-            self.programs, slots, self.context, batches=batches, chunks=chunks, max_waiting=max_waiting
+            self.programs,
+            slots,
+            self.context,
+            batches=batches,
+            chunks=chunks,
+            max_waiting=max_waiting,
+            speculation=self.speculation,
         )
         self.tokenizer: Tokenizer | None = load_tokenizer(Path(source))
         self.stop_ids = _stop_ids(Path(source), self.tokenizer)
-        self.vocabulary = _vocabulary(model.document)
 
-    def _slots(self, model: ModelSource, max_batch: int, debug: bool) -> Slots:
+    def _draft(self, draft: str | Path, rows: int, tokens: int, notify: Callable[[str], None]) -> Draft:
+        """The draft of that name; UsageError for a model of another vocabulary."""
+        if str(draft) == "ngram":
+            return NgramDraft()
+        config = replace(self.programs.config, context=self.context, cache_layout="model", overrides=())
+        programs = StepPrograms(str(draft), config, notify, unwatched)
+        model = programs.model(1, 1)
+        if _vocabulary(model.document) != self.vocabulary:
+            raise UsageError(
+                f"the draft {draft} has {_vocabulary(model.document)} tokens, {self.programs.source} has "
+                f"{self.vocabulary}: drafts need a model of the same vocabulary, or --draft ngram"
+            )
+        shape = state_shape(model)
+        log = None if shape is None else programs.replay_log(shape, rows, 1 + tokens)
+        slots = SlotCaches(cache_rows(model), rows, programs.device, {} if log is None else log.states)
+        return ModelDraft(programs, slots, log, 1 + tokens, self.context)
+
+    def _slots(self, model: ModelSource, max_batch: int, debug: bool, given: Mapping[str, Tensor]) -> Slots:
         config, rows, device = self.programs.config, cache_rows(model), self.programs.device
         paged = paged_caches(model, config.page_size) if config.cache_layout == "paged" else {}
         if not paged:
-            return SlotCaches(rows, max_batch, device)
+            return SlotCaches(rows, max_batch, device, given)
         pages = config.pages or (max_batch + 1) * -(-self.context // config.page_size)
         self.programs.config = replace(config, pages=pages)
         pool = Pool(paged, pages, self.context, debug)
-        return PagedSlots({name: row for name, row in rows.items() if name not in paged}, pool, max_batch, device)
+        unpaged = {name: row for name, row in rows.items() if name not in paged}
+        return PagedSlots(unpaged, pool, max_batch, device, given)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt: text through the model's tokenizer, ids as they are.
@@ -274,6 +353,8 @@ class Generator:
         (None: of any length)."""
         for batch in self.engine.batches:
             self.programs.step(batch, 1, self.engine.slots.first(batch))
+            if self.speculation is not None:
+                self.speculation.prepare(batch, self.engine.slots.first(batch))
         sizes = self.engine.chunks if lengths is None else {x for n in lengths for x in self.engine.pieces(n)}
         for size in sorted(sizes):
             self.programs.step(1, size, self.engine.slots.staging)

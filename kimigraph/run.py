@@ -37,7 +37,8 @@ def program_weights(manifest: Manifest, directory: Path, watch: Watch = unwatche
     """
     specs = [spec for spec in manifest.bound if spec.kind == "weight"]
     layout = layout_of(str(manifest.info.get("model_type", "")))
-    return read_weights(directory, specs, layout, device_of(manifest.target), watch)
+    device, packed = device_of(manifest.target), manifest.packed_weights()
+    return read_weights(directory, specs, layout, device, watch, packed)
 
 
 def run_artifact(

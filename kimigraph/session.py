@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kimigraph.codegen.architecture import ahead_of_time_arch
+from kimigraph.codegen.architecture import ONNXRUNTIME, ahead_of_time_arch
 from kimigraph.codegen.launch_memory import describe_memory
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.device import device_for
@@ -104,6 +104,9 @@ def new_session(config: CompileConfig, notify: Notify) -> Generator[Session]:
         raise UsageError(f"--cache {config.cache}: use one of {', '.join(MODES)}")
     target, pipeline = resolve_target(config.target), default_pipeline(config)
     _check_policy(config, pipeline)
+    if config.cache_layout == "paged" and target == ONNXRUNTIME:
+        raise UsageError(f"target {target!r} has caches as the model has them: leave out cache_layout, or take another")
+    _check_phase(config, pipeline)
     if config.verify and ahead_of_time_arch(target) is not None:
         require_runnable(target)
     cache = CompileCache(mode=_cache_mode(config))
@@ -117,6 +120,21 @@ def _check_policy(config: CompileConfig, pipeline: Pipeline) -> None:
         raise UsageError(
             f"policy '{policy.name}' needs the pass insert-quantization, and the pipeline '{pipeline}' lacks it: "
             "leave out --policy, or let the pass run (-O1 and up)"
+        )
+
+
+def _check_phase(config: CompileConfig, pipeline: Pipeline) -> None:
+    if config.phase != "verify":
+        return
+    if "log-states" not in pipeline.names:
+        raise UsageError(
+            f"phase verify needs the pass log-states, and the pipeline '{pipeline}' lacks it: its recurrent states "
+            "would take in drafts that are rejected later; let the pass run (-O1 and up)"
+        )
+    if config.verify:
+        raise UsageError(
+            "phase verify with --verify: the eager model writes the states that this program logs; verify the "
+            "prefill of as many tokens (--phase prefill), which computes the same outputs"
         )
 
 

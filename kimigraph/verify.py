@@ -1,12 +1,13 @@
 """``--verify``: the untouched eager model against the captured graph, then the captured graph against the program.
 
-The first step runs the model in a process of its own and compares every output and updated cache at the model's
-formats. The second runs the graph with the program's own picks (top-k of indexers and routers), so that a near-tie
-cannot hide or fake an error, and compares the picks with those that the graph itself would have made at the same place
-(not under a policy that quantises what they are made by). In 16 bits they are compared with those of the same graph in
-fp32, and an entry may differ that lies as near to the cut as 16-bit rounding moves the two. Where a policy gave caches
-other formats, the graph's caches go through the reference quantiser after every write: what quantising costs is
-`kimigraph quant-report`'s business.
+With ``--reference onnxruntime`` its steps stand for the eager model's (``kimigraph.onnx_reference``). The first step
+runs the model in a process of its own and compares every output and updated cache at the model's formats. The second
+runs the graph with the program's own picks (top-k of indexers and routers), so that a near-tie cannot hide or fake an
+error, and compares the picks with those that the graph itself would have made at the same place (not under a policy
+that quantises what they are made by). In 16 bits they are compared with those of the same graph in fp32, and an entry
+may differ that lies as near to the cut as 16-bit rounding moves the two. Where a policy gave caches other formats, the
+graph's caches go through the reference quantiser after every write, and where it packed weights, the graph has what is
+left of them: what quantising costs is `kimigraph quant-report`'s business.
 Relative error is the largest absolute error over the largest magnitude of the reference tensor. Tolerance: 1e-4 in
 fp32; in 16 bits 1.5 times the error of the captured graph in that type against the same graph in fp32.
 """
@@ -31,6 +32,7 @@ from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.policy import policy_of
 from kimigraph.ir.program import CapturedProgram, InputSpec
+from kimigraph.ir.reference.mxfp4 import mxfp4_rounded
 from kimigraph.passes import PassContext, default_pipeline, run_pipeline
 from kimigraph.runtime.executor import Executor, device_of
 from kimigraph.selections import RoundingInterpreter, Selections, check_selections, score_errors, with_selections
@@ -117,7 +119,8 @@ def verify_source(
     captured = captured or capture(model, config)
     lengths = _lengths(model)
     wide = _single_precision(source, model, captured, config)
-    eager = dict(zip(lengths, eager_steps(source, config, lengths), strict=True))
+    steps = _onnx_steps(model, captured, lengths) if _by_onnx(config) else eager_steps(source, config, lengths)
+    eager = dict(zip(lengths, steps, strict=True))
     return _verify(model, eager, _Checker(captured, directory, config, target, wide))
 
 
@@ -125,7 +128,18 @@ def verify_module(
     model: ModelSource, directory: Path, captured: CapturedProgram, config: CompileConfig, target: str
 ) -> dict[str, Any]:
     """As ``verify_source``, against a module of this process at its example inputs."""
-    return _verify(model, {None: eager_step(model)}, _Checker(captured, directory, config, target, None))
+    step = _onnx_steps(model, captured, [None])[0] if _by_onnx(config) else eager_step(model)
+    return _verify(model, {None: step}, _Checker(captured, directory, config, target, None))
+
+
+def _by_onnx(config: CompileConfig) -> bool:
+    return config.reference == "onnxruntime"
+
+
+def _onnx_steps(model: ModelSource, captured: CapturedProgram, lengths: list[int | None]) -> list[EagerStep]:
+    from kimigraph.onnx_reference import onnx_steps
+
+    return onnx_steps(model, captured, lengths)
 
 
 def _verify(model: ModelSource, eager: Mapping[int | None, EagerStep], checker: "_Checker") -> dict[str, Any]:
@@ -180,8 +194,15 @@ class _Checker:
         self._picks: tuple[Path, CapturedProgram, list[str]] | None = None
         self._limit = LOW_PRECISION_FLOOR if is_low_precision(captured) else TOLERANCE_FP32
         self._tolerance = self._limit
-        self._formats = tuple(spec for spec in Manifest.read(directory).inputs if spec.parts)
+        manifest = Manifest.read(directory)
+        self._formats = tuple(spec for spec in manifest.inputs if spec.parts)
+        self._packed = manifest.packed_weights().keys()
+        if wide is not None:
+            for spec in wide.inputs:
+                if spec.source in self._packed:
+                    wide.tensors[spec.name] = mxfp4_rounded(wide.tensors[spec.name])
         self._ranked_alike = not policy_of(config.policy).index_key.quantises
+        self._name = "onnxruntime" if _by_onnx(config) else "eager model"
         self._worst = (0.0, 0.0)
         self._differing = 0
 
@@ -201,7 +222,13 @@ class _Checker:
         tensors = tensors_of(self._captured, args, kwargs)
         graph, own = run_graph(self._captured, tensors)
         reference = _eager_values(self._captured, tensors, eager)
-        _require(graph.error_against(reference), {}, self._limit, f"captured graph against eager model{where}")
+        _require(graph.error_against(reference), {}, self._limit, f"captured graph against {self._name}{where}")
+        if self._packed:
+            tensors = [
+                mxfp4_rounded(t) if spec.source in self._packed else t
+                for spec, t in zip(self._captured.inputs, tensors, strict=True)
+            ]
+            graph, own = run_graph(self._captured, tensors)
         picks = self._program_picks(tensors)
         program = run_artifact(self._directory, self._captured, tensors, self._device)
         near = (self._formats, program.values, self._limit)
@@ -240,7 +267,7 @@ class _Checker:
             "max_rel_err": self._worst[1],
             "tolerance": self._tolerance,
             "passed": True,
-            "reference": "eager",
+            "reference": self._config.reference,
             "differing_picks": self._differing,
         }
 

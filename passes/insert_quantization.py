@@ -1,7 +1,8 @@
 """``insert-quantization``: caches and queries get the formats of a policy, writers and readers together.
 
 A unit is a cache with all that writes and reads it: index keys with the queries that meet them, latents with their rope
-part. It is quantised as a whole or left as it is. Nothing that a policy does not name loses a bit.
+part; or the weights of routed experts. It is quantised as a whole or left as it is. Nothing that a policy does not name
+loses a bit.
 """
 
 import operator
@@ -28,6 +29,7 @@ from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import call, replace
 from kimigraph.passes.base import Pass, PassContext
 from kimigraph.passes.quantization.calls import set_arguments, without_argument
+from kimigraph.passes.quantization.experts import check_experts, experts_of, pack_experts
 from kimigraph.passes.quantization.norms import private_norm
 from kimigraph.passes.quantization.rotation import fold_rotation
 from kimigraph.passes.quantization.units import CacheUnit, described_caches, index_unit, latent_unit, rope_parts
@@ -47,19 +49,23 @@ class InsertQuantization(Pass):
     policy: str = ""
 
     name: ClassVar[str] = "insert-quantization"
-    summary: ClassVar[str] = "caches and index queries get the formats of the policy, writers and readers together"
+    summary: ClassVar[str] = "caches, index queries and experts get the formats of the policy, writers with readers"
     changes_formats: ClassVar[bool] = True
-    pattern: ClassVar[str] = "caches of index keys and latents with all operators that write and read them"
+    pattern: ClassVar[str] = (
+        "caches of index keys and latents with all operators that write and read them; weights of `moe_experts`"
+    )
     constraints: ClassVar[tuple[str, ...]] = (
         "the policy (`--policy`) gives the role a format",
         "caches, contiguous or paged, that nothing but `index_key_write`, `lightning_indexer`, `latent_write`, "
         "`sparse_attention` and `latent_attention` touches",
         "one scale a key: keys of one group; latents: a multiple of the tile, or less than one",
         "latents and rope part become one cache: the rope part is an entry of a dict in the call",
+        "experts: weights of the model that `moe_experts` alone reads, rows of a multiple of 32, bfloat16 or float32",
     )
     effect: ClassVar[str] = (
         "caches of bytes with the policy's descriptors, whose writers take the latents' RMS norm along; queries are "
-        "quantised before the indexer, or inside it (MXFP8 that it alone reads)"
+        "quantised before the indexer, or inside it (MXFP8 that it alone reads); experts' weights are packed as MXFP4 "
+        "when the program is bound"
     )
 
     def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:
@@ -68,7 +74,7 @@ class InsertQuantization(Pass):
         if not policy.quantises:
             return PassResult(False)
         work = _Work(program, policy)
-        remarks: list[Remark] = []
+        remarks: list[Remark] = self._experts(work, context) if policy.experts.quantises else []
         beside = rope_parts(program)
         for cache, spec, form in list(described_caches(program)):
             role = "index_key" if isinstance(form, IndexKeyDescriptor) else "latent"
@@ -88,11 +94,24 @@ class InsertQuantization(Pass):
             work.finish()
         return PassResult(done > 0, tuple(remarks), {"quantised": done})
 
+    def _experts(self, work: "_Work", context: PassContext) -> list[Remark]:
+        """Pack the weights of all experts that can be."""
+        remarks: list[Remark] = []
+        for node in work.experts():
+            try:
+                work.check_experts(node)
+            except Refused as refusal:
+                remarks.append(refusal.remark(self.name, node))
+                continue
+            if context.allow(node.name):
+                remarks.append(work.pack(node))
+        return remarks
+
 
 def _left_alone(program: CapturedProgram, policy: Policy) -> Iterator[Remark]:
     """Notes on what the policy could have named and did not, and on indexers whose keys no cache holds as they are."""
     name = InsertQuantization.name
-    kept = ", ".join(KEPT).replace("_", " ")
+    kept = ", ".join(role for role in KEPT if not policy.format_of(role).quantises).replace("_", " ")
     yield Remark("note", name, f"{kept}: they keep the format in which they are loaded")
     for role in ("index_key", "latent"):
         if not policy.format_of(role).quantises:
@@ -138,6 +157,30 @@ class _Work:
             raise Refused(f"keys of {form.width} have no Hadamard rotation", unit.cache)
         for reader in unit.readers:
             require_type("the query", argument(reader, "q"), FLOATS)
+
+    def experts(self) -> list[Node]:
+        """All experts whose weights are not packed yet."""
+        return experts_of(self._graph)
+
+    def check_experts(self, node: Node) -> None:
+        """Refused where their weights cannot be packed."""
+        check_experts(node, self._specs)
+
+    def pack(self, node: Node) -> Remark:
+        """Have experts read MXFP4."""
+        new, before, after = pack_experts(self._graph, node)
+        module = module_path(new)
+        self._record(new, "experts", self._policy.experts, module, bytes=after, bytes_before=before)
+        return Remark(
+            "passed",
+            InsertQuantization.name,
+            f"the experts' weights became MXFP4: {after:,} bytes instead of {before:,}",
+            new.name,
+            source_line(new),
+            (new.name,),
+            score=1,
+            module=module,
+        )
 
     def quantise(self, unit: CacheUnit) -> Iterator[Remark]:
         """Rewrite a unit: its input, its writers, its readers."""
@@ -252,7 +295,7 @@ class _Work:
         replace(old, new)
         self._graph.erase_node(old)
 
-    def _record(self, node: Node, role: str, form: Format, module: str, **more: str) -> None:
+    def _record(self, node: Node, role: str, form: Format, module: str, **more: Any) -> None:
         reason = f"policy '{self._policy.name}' for {role.replace('_', ' ')}"
         facts = {"node": node.name, "role": role, "format": form.kind, "group": form.group, "reason": reason}
         self._records.append({**facts, "module": module, **more})

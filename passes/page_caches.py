@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from kimigraph.ir import purity
 from kimigraph.ir.descriptors import IndexKeyDescriptor, LatentDescriptor
@@ -21,6 +20,7 @@ from kimigraph.ir.fake import fake_mode
 from kimigraph.ir.operators import operator_of
 from kimigraph.ir.program import BLOCK_TABLE, CapturedProgram, InputSpec
 from kimigraph.ir.remarks import PassResult, Remark
+from kimigraph.passes.algebra.added_inputs import add_input
 from kimigraph.passes.algebra.nodes import described
 from kimigraph.passes.algebra.rewrite import call
 from kimigraph.passes.base import Pass, PassContext
@@ -152,33 +152,11 @@ class _Work:
 
     def _add_table(self) -> Node:
         """The input with the block table, behind all others."""
-        last = [node for node in self._graph.nodes if node.op == "placeholder"][-1]
         shape = (self._batch, self._columns)
-        with self._graph.inserting_after(last):
-            table = self._graph.placeholder(BLOCK_TABLE)
-        with fake_mode(self._graph):
-            table.meta["val"] = torch.empty(shape, dtype=torch.int32, device=last.meta["val"].device)
         spec = InputSpec(
-            table.name, "input", BLOCK_TABLE, shape, (shape[1], 1), "int32", value_range=(1, self._pages + 1)
+            BLOCK_TABLE, "input", BLOCK_TABLE, shape, (shape[1], 1), "int32", value_range=(1, self._pages + 1)
         )
-        self._program.inputs = (*self._program.inputs, spec)
-        self._extend_call()
-        return table
-
-    def _extend_call(self) -> None:
-        """The caller hands the table over as the last entry of its dict of caches."""
-        leaves = "argument_leaves"
-        if leaves in self._program.info:
-            self._program.info[leaves] = [*self._program.info[leaves], "tensor"]
-        if self._program.in_spec is None:
-            return
-        count = self._program.in_spec.num_leaves
-        args, kwargs = pytree.tree_unflatten(list(range(count)), self._program.in_spec)
-        last = args[-1] if args and not kwargs else None
-        if not isinstance(last, dict):
-            raise UsageError("cache_layout paged: the step's last argument is no dict of caches, which gets the table")
-        last[BLOCK_TABLE] = count
-        self._program.in_spec = pytree.tree_structure((args, kwargs))
+        return add_input(self._program, spec, "cache_layout paged")
 
     def _become(self, cache: Node, spec: InputSpec, form: LatentDescriptor | IndexKeyDescriptor) -> None:
         shape = (self._pages + 1, self._page, spec.shape[2])

@@ -58,12 +58,25 @@ class Pipeline:
         return Pipeline(self.passes[: self.names.index(name) + 1])
 
 
+OPERATOR_PASSES = (
+    "canonicalize",
+    "raise-kda",
+    "raise-attention-residual",
+    "raise-norms",
+    "raise-moe",
+    "fuse-lightning-indexer",
+    "fuse-sparse-attention",
+)
+"""The passes that find operators. What plans launches and memory says nothing to another runtime."""
+
+
 def default_pipeline(config: CompileConfig, registry: PassRegistry | None = None) -> Pipeline:
     """The passes that ``config`` asks for.
 
     ``passes`` replaces those of the optimization level (-O0: none; from -O1 the built-in passes of that level, in their
-    order), with ``verify-schedule`` at the end where one of them assigns streams or memory;
-    ``disabled_passes`` and ``stop_after`` apply to either. Raises UsageError for a name that no pass has.
+    order; for onnxruntime those that find operators), with ``verify-schedule`` at the end where one of them assigns
+    streams or memory; ``disabled_passes`` and ``stop_after`` apply to either. Raises UsageError for a name that no pass
+    has.
     """
     registry = registry or default_registry()
     _check_names(config, registry)
@@ -72,7 +85,8 @@ def default_pipeline(config: CompileConfig, registry: PassRegistry | None = None
     elif config.opt_level == 0:
         pipeline = Pipeline()
     else:
-        kept = [registry.load(name) for name in BUILT_IN if name not in config.disabled_passes]
+        names = OPERATOR_PASSES if config.target == "cpu:onnxruntime" else tuple(BUILT_IN)
+        kept = [registry.load(name) for name in names if name not in config.disabled_passes]
         pipeline = Pipeline(tuple(item() for item in kept if item.level <= config.opt_level))
     pipeline = pipeline.without(config.disabled_passes)
     return pipeline.through(config.stop_after) if config.stop_after else pipeline

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch.fx import Node
 
-from kimigraph.ir.lifetimes import Lifetimes, NewTensor, new_tensors
+from kimigraph.ir.lifetimes import Lifetimes, NewTensor
 from kimigraph.ir.memory_plan import ALIGNMENT, aligned, clear_plan, set_place
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.remarks import PassResult, Remark
@@ -49,7 +49,7 @@ class PlanMemory(Pass):
         arena = max((offset + size for offset, size in zip(offsets, sizes, strict=True)), default=0)
         statistics = {"tensors": len(tensors), "bytes": sum(sizes), "arena bytes": arena, "lower bound": bound}
         remarks = [_summary(statistics, lifetimes)] if tensors else []
-        remarks += [_kept(tensor) for tensor in new_tensors(graph) if tensor.kept]
+        remarks += [_kept(tensor) for tensor in lifetimes.kept]
         return PassResult(bool(tensors), tuple(remarks), statistics)
 
 

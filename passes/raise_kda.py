@@ -18,7 +18,7 @@ from kimigraph.ir.remarks import Via
 from kimigraph.passes.algebra.convolution import Convolution, convolution_at
 from kimigraph.passes.algebra.delta_rule import LAYOUTS, delta_step, read_out, require_delta_layouts
 from kimigraph.passes.algebra.frames import Operand, operand, require_type, row_major
-from kimigraph.passes.algebra.gated_norm import Neighbours, neighbours_of
+from kimigraph.passes.algebra.gated_norm import Neighbours, neighbours_of, returned_as
 from kimigraph.passes.algebra.match import Match
 from kimigraph.passes.algebra.nodes import (
     COPIES,
@@ -189,7 +189,7 @@ def _checked(graph: Graph, write: Node, match: Match, layout: str) -> KdaSite:
     convolution = convolution_at(match.base("v"))
     shell = _shell(core)
     neighbours = neighbours_of(shell[-1], sizes)
-    out = _output(neighbours.out if neighbours.path else shell[-1], convolution)
+    out = returned_as(neighbours.out if neighbours.path else shell[-1], dtype(convolution.x.node))
     path = [*match.path, *convolution.path, *shell, *neighbours.path, write, out]
     _require_inside(state, convolution.state, path, out)
     one_decay = is_per_head(match.leaf("gate"), sizes)
@@ -246,17 +246,6 @@ def _shell(core: Node) -> list[Node]:
 def _only_row(scatter: Node) -> bool:
     dim = scatter.args[2]
     return isinstance(dim, int) and shape(scatter)[dim] == 1 and scatter.args[3] in (0, -1)
-
-
-def _output(node: Node, convolution: Convolution) -> Node:
-    """The node whose uses the operator takes: ``node``, or the cast of it to the type that the operator returns."""
-    returned = dtype(convolution.x.node)
-    while dtype(node) != returned:
-        users = list(node.users)
-        if len(users) != 1 or not (is_cast(users[0]) or is_view(users[0])):
-            raise Refused(f"the result is used as {dtype(node)}, kda_decode returns {returned}", node)
-        node = users[0]
-    return node
 
 
 def _require_inside(state: Node, conv_state: Node, path: Sequence[Node], out: Node) -> None:

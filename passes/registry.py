@@ -15,6 +15,7 @@ ENTRY_POINT_GROUP = "kimigraph.passes"
 BUILT_IN = {
     "canonicalize": "kimigraph.passes.canonicalize:Canonicalize",
     "raise-kda": "kimigraph.passes.raise_kda:RaiseKda",
+    "log-states": "kimigraph.passes.log_states:LogStates",
     "raise-attention-residual": "kimigraph.passes.raise_attention_residual:RaiseAttentionResidual",
     "raise-cache-writes": "kimigraph.passes.raise_cache_writes:RaiseCacheWrites",
     "raise-norms": "kimigraph.passes.raise_norms:RaiseNorms",
@@ -24,6 +25,7 @@ BUILT_IN = {
     "page-caches": "kimigraph.passes.page_caches:PageCaches",
     "fuse-indexer-attention": "kimigraph.passes.fuse_indexer_attention:FuseIndexerAttention",
     "insert-quantization": "kimigraph.passes.insert_quantization:InsertQuantization",
+    "interleave-halves": "kimigraph.passes.interleave_halves:InterleaveHalves",
     "split-indexer-prolog": "kimigraph.passes.split_indexer_prolog:SplitIndexerProlog",
     "merge-horizontal": "kimigraph.passes.merge_horizontal:MergeHorizontal",
     "fuse-pointwise": "kimigraph.passes.fuse_pointwise:FusePointwise",

@@ -34,7 +34,7 @@ FORMS = {
     "running": lightning_indexer_prefill,
 }
 # What is chosen unasked, first come first served: forms whose present text has passed tests/gpu (decision 0007).
-PROVEN = ("two launches", "one launch", "slabs", "running")
+PROVEN = ("group slabs", "groups", "two launches", "one launch", "slabs", "running")
 
 
 def build(
@@ -43,6 +43,7 @@ def build(
     form: str | None = None,
     select_block: int = SELECT_BLOCK,
     ctas: int | None = None,
+    selects: str | None = None,
     splits: int | None = None,
     most_codes: int = MOST_CODES,
 ) -> KernelModule:
@@ -50,10 +51,10 @@ def build(
 
     ``form`` asks for one of ``FORMS`` by name, which must serve the request. ``select_block`` codes make a selection
     step of the plain kernel, which keeps ``most_codes`` in memory; ``ctas`` programs select from a row in the form of
-    two launches, ``splits`` programs share a row in that of one.
+    two launches, by the kernel named ``selects``; ``splits`` programs share a row in that of one.
     """
     if (form == "two launches" or ctas is not None) and lightning_indexer_split.serves(request):
-        return lightning_indexer_split.build(request, ctas=ctas)
+        return lightning_indexer_split.build(request, ctas=ctas, selects=selects)
     if splits is not None and lightning_indexer_hopper.serves(request):
         return lightning_indexer_hopper.build(request, splits=splits)
     for name in PROVEN if form is None else (form,):

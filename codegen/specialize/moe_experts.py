@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
-from kimigraph.codegen.specialize import moe_sorted, moe_stream
+from kimigraph.codegen.specialize import moe_packed, moe_sorted, moe_stream
 from kimigraph.codegen.specialize.moe_sizes import (
     SHARED_BLOCK,
     Experts,
@@ -36,16 +36,17 @@ COMBINE_BLOCK = 1024
 def build(request: KernelRequest, tiling: Tiling | None = None) -> KernelModule:
     """Two or three launches for a few tokens; more with routing and sums of their own; CompileError for odd types."""
     experts = Experts.of(request)
-    for form in (moe_stream, moe_sorted) if tiling is None else ():
+    for form in (moe_packed, moe_stream, moe_sorted) if tiling is None else ():
         if form.serves(request, experts):
             return form.build(request, experts)
     chosen = tiling or tiling_for(experts)
-    return _few(request, experts, chosen) if experts.tokens <= FEW_TOKENS else _many(request, experts, chosen)
+    few = experts.tokens <= FEW_TOKENS and not experts.packed
+    return _few(request, experts, chosen) if few else _many(request, experts, chosen)
 
 
 def tiling_for(experts: Experts) -> Tiling:
     """What measured best on an H200 at the widths of Kimi K3.1."""
-    if experts.tokens > FEW_TOKENS:
+    if experts.tokens > FEW_TOKENS or experts.packed:
         return _grouped_tiling(ceil_div(experts.pairs, experts.count), experts)
     if experts.dtype == "float32":
         return Tiling(Tile(16, 128, 4), Tile(4, 512, 4), finish_tile(experts))
@@ -191,8 +192,10 @@ def _many(request: KernelRequest, experts: Experts, tiling: Tiling) -> KernelMod
     operands: dict[str, TensorSpec | str | None] = dict(request.tensors)
     lists = {"counts": "int32", "members": "int32"}
     routed = "float32" if experts.finishes else experts.dtype
+    words = {"words": "int32" if experts.packed else None}
     opens = {
         **take(operands, "x", "gate_up"),
+        **words,
         "weight": "float32",
         **lists,
         **take(operands, "shared_gate", "shared_up"),
@@ -200,7 +203,7 @@ def _many(request: KernelRequest, experts: Experts, tiling: Tiling) -> KernelMod
         "shared": experts.dtype if experts.shared else None,
     }
     routes = {**take(operands, "logits", "bias"), "chosen": "int32", "weight": "float32", **lists}
-    closes = {"inner": experts.dtype, **take(operands, "down"), **lists, "outer": experts.dtype}
+    closes = {"inner": experts.dtype, **take(operands, "down"), **words, **lists, "outer": experts.dtype}
     launches = [
         launch_record("route_tokens", routes, constants, single),
         launch_record("open_groups", opens, constants, opened),

@@ -50,14 +50,16 @@ class Experts:
     shared: int
     dtype: str
     finishes: bool
+    packed: bool = False
 
     @classmethod
     def of(cls, request: KernelRequest) -> "Experts":
         """Read from the operands; CompileError for types that the kernel does not multiply."""
-        x, gate_up, down = (needed(request, name) for name in ("x", "gate_up", "down"))
-        needed(request, "logits")
+        x, gate_up, *_ = (needed(request, name) for name in ("x", "gate_up", "down", "logits"))
         up, shared = request.tensors.get("up"), request.tensors.get("shared_down")
-        for name in ("gate_up", "down", "up", "shared_gate", "shared_up", "shared_down", "residual"):
+        packed = _packed(request)
+        same = ("up", "shared_gate", "shared_up", "shared_down", "residual")
+        for name in same if packed else ("gate_up", "down", *same):
             spec = request.tensors.get(name)
             if spec is not None and spec.dtype != x.dtype:
                 raise refuse(request, f"{name} is {spec.dtype}, x is {x.dtype}", "give both one type")
@@ -66,10 +68,10 @@ class Experts:
             raise refuse(request, f"{picks} experts a token", f"at most {MOST_PICKS} are chosen in one kernel")
         outer = x.shape[1] if up is None else up.shape[0]
         tokens, width = x.shape
-        inner = down.shape[2]
+        inner = gate_up.shape[1] // 2
         finishes = any(request.tensors.get(name) is not None for name in ("up", "shared_down", "residual"))
         last = 0 if shared is None else shared.shape[1]
-        return cls(tokens, width, inner, gate_up.shape[0], picks, outer, last, x.dtype, finishes)
+        return cls(tokens, width, inner, gate_up.shape[0], picks, outer, last, x.dtype, finishes, packed)
 
     @property
     def pairs(self) -> int:
@@ -79,6 +81,19 @@ class Experts:
     def most_row_tiles(self, lines: int) -> int:
         """How many tiles of ``lines`` picks of one expert there can be."""
         return min(self.pairs, ceil_div(self.pairs, lines) + min(self.count, self.pairs))
+
+
+def _packed(request: KernelRequest) -> bool:
+    """Whether the weights are MXFP4; CompileError where kernels cannot read them four bytes at a time."""
+    weights = [needed(request, name) for name in ("gate_up", "down")]
+    if all(spec.dtype != "uint8" for spec in weights):
+        return False
+    whole = all(spec.dtype == "uint8" and side_by_side(spec) for spec in weights)
+    if not whole or any(spec.shape[1] * spec.shape[2] % 16 for spec in weights):
+        raise refuse(request, "MXFP4 experts are no multiples of 16 bytes", "give both weights as mxfp4_quantize does")
+    if needed(request, "x").dtype == "float16":
+        raise refuse(request, "MXFP4 weights exceed float16", "use bfloat16 or float32")
+    return True
 
 
 def finish_tile(experts: Experts) -> Tile:

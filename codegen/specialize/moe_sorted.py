@@ -48,6 +48,7 @@ def serves(request: KernelRequest, experts: Experts) -> bool:
     return (
         is_hopper(request.target)
         and experts.dtype == "bfloat16"
+        and not experts.packed
         and experts.pairs >= LEAST_EACH * experts.count
         and experts.width % 8 == 0
         and experts.inner % 8 == 0

@@ -38,6 +38,7 @@ def serves(request: KernelRequest, experts: Experts) -> bool:
     return (
         is_hopper(request.target)
         and experts.tokens == 1
+        and not experts.packed
         and experts.dtype == "bfloat16"
         and not (
             experts.finishes or experts.shared

@@ -27,6 +27,21 @@ def e4m3_bits(value, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def e4m3_nearest(value):
+    """fp32 -> the number that ``e4m3_bits`` stands for, by fp32 sums alone.
+
+    For values that stay in registers: where codes are read again in the kernel that made them, ptxas 12.8 puts
+    the upper half of a register that nobody wrote beside each pair of them.
+    """
+    value = tl.where(value != value, value, tl.minimum(tl.maximum(value, -448.0), 448.0))
+    exponent = (value.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    # A sum with 1.5 * 2 ** 20 times the value's power of two has three bits of mantissa left for it.
+    anchor = ((tl.maximum(exponent, 121) + 20) << 23).to(tl.float32, bitcast=True) * 1.5
+    rounded = (tl.abs(value) + anchor) - anchor
+    return tl.where(value < 0.0, -rounded, rounded)
+
+
+@triton.jit
 def divided(value, factor, inverse, INTERPRET: tl.constexpr):
     """value / factor rounded once; ``inverse`` is the rounded 1 / factor. 0 for an infinite factor, for a value of
     its tile.

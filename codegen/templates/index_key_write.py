@@ -47,8 +47,9 @@ def write_key(
     POWER2: tl.constexpr, GROUP: tl.constexpr, ROTATE: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One key. A position below 0, beyond the cache or on an unmapped page writes nothing."""
-    sequence = (tl.program_id(0) // S).to(tl.int64)
-    token = (tl.program_id(0) % S).to(tl.int64)
+    program = tl.program_id(0)
+    sequence = (program // S).to(tl.int64)
+    token = (program % S).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     inside = column < D
     position = tl.load(positions + sequence * POSITION_STRIDE[0] + token * POSITION_STRIDE[1]).to(tl.int64)

@@ -35,8 +35,9 @@ def write_row(
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """One row of TILES times TILE latent columns. What ``index_key_write`` skips is skipped."""
-    sequence = (tl.program_id(0) // S).to(tl.int64)
-    token = (tl.program_id(0) % S).to(tl.int64)
+    program = tl.program_id(0)
+    sequence = (program // S).to(tl.int64)
+    token = (program % S).to(tl.int64)
     position = tl.load(positions + sequence * POSITION_STRIDE[0] + token * POSITION_STRIDE[1]).to(tl.int64)
     page, slot, exists = row_offsets(block_table, sequence, position, T, TABLE_STRIDE, PAGE)
     tile = tl.arange(0, BLOCK_N)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from kimigraph.codegen.templates.cache_bytes import e4m3_bits, e8m0_scale
+from kimigraph.codegen.templates.cache_bytes import e4m3_nearest, e8m0_scale
 from kimigraph.codegen.templates.cache_rows import listed_id
 from kimigraph.codegen.templates.fp8_bytes import e4m3_value, e8m0_value
 from kimigraph.codegen.templates.order_code import order_code
@@ -101,13 +101,13 @@ def load_groups(
 
 
 @triton.jit
-def rounded_groups(tile, GROUP: tl.constexpr, INTERPRET: tl.constexpr):
+def rounded_groups(tile, GROUP: tl.constexpr):
     """[channels, heads] -> what e4m3 under a power of two for each GROUP channels leaves of it."""
     SIDE: tl.constexpr = min(GROUP, tile.shape[0])
     groups = tl.reshape(tile.to(tl.float32), [tile.shape[0] // SIDE, SIDE, tile.shape[1]])
     power = e8m0_scale(groups, 1, True)
     inverse = e8m0_value(tl.where(power == 255, 255, 254 - power))
-    values = e4m3_value(e4m3_bits(groups * inverse[:, None, :], INTERPRET)) * e8m0_value(power)[:, None, :]
+    values = e4m3_nearest(groups * inverse[:, None, :]) * e8m0_value(power)[:, None, :]
     return tl.reshape(values, tile.shape).to(tile.dtype)
 
 
@@ -195,7 +195,7 @@ def score_keys(
                 else:
                     query = load_channels(q_row, (head < H)[None, :], channel, 0, D, Q_STRIDE[3], BLOCK_D, UPCAST)
                     if QUANTISES:
-                        query = rounded_groups(query, GROUP, INTERPRET)
+                        query = rounded_groups(query, GROUP)
                 dots = tl.dot(tile, query, dots, input_precision="ieee")
             # Not a maximum: a NaN must reach the sum.
             weighted = tl.where(dots < 0.0, 0.0, dots) * weight[None, :]

@@ -16,6 +16,7 @@ from triton import knobs
 from kimigraph.codegen.templates.moe_activation import gated
 from kimigraph.codegen.templates.moe_finish import activate_shared, finish_experts
 from kimigraph.codegen.templates.moe_routing import choose
+from kimigraph.codegen.templates.mxfp4_weights import matrix_rows, packed_tile
 from kimigraph.codegen.templates.rounding import narrow, product
 
 INTERPRET = knobs.runtime.interpret
@@ -52,9 +53,25 @@ def tile_of(counts, number, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, L
 
 
 @triton.jit
-def weight_tile(places, depth, inside, LIMIT: tl.constexpr, STRIDE: tl.constexpr, STEP: tl.constexpr):
-    """[TILE, STEP] of a weight whose rows begin at ``places``."""
-    if LIMIT % STEP == 0:
+def weight_rows(weights, words, expert, column, ROWS: tl.constexpr, LIMIT: tl.constexpr, STRIDE: tl.constexpr):
+    """Where rows of an expert's weight [ROWS, LIMIT] begin; of MXFP4, whose bytes ``words`` has four at a time, those
+    of codes and of scales."""
+    plane = expert.to(tl.int64) * STRIDE[0]
+    if words is not None:
+        places = matrix_rows(words, weights, plane, column, ROWS, LIMIT)
+    else:
+        places = weights + plane + column[:, None] * STRIDE[1]
+    return places
+
+
+@triton.jit
+def weight_tile(places, words, begin, inside, LIMIT: tl.constexpr, STRIDE: tl.constexpr, STEP: tl.constexpr,
+                OPERAND: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
+    """[TILE, STEP] of a weight whose rows begin at ``places``, from column ``begin`` on."""
+    depth = begin + tl.arange(0, STEP)
+    if words is not None:
+        tile = packed_tile(places, begin, inside, LIMIT, STEP, INTERPRET).to(OPERAND)
+    elif LIMIT % STEP == 0:
         tile = tl.load(places + depth[None, :] * STRIDE, mask=inside, other=0.0)
     else:
         tile = tl.load(places + depth[None, :] * STRIDE, mask=inside & (depth < LIMIT)[None, :], other=0.0)
@@ -72,12 +89,12 @@ def multiplied(total, weight, rows, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def open_groups(x, gate_up, weight, counts, members, shared_gate, shared_up, inner, shared, X_STRIDE: tl.constexpr,
-                GATE_STRIDE: tl.constexpr, SHARED_STRIDE: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-                INNER: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr,
-                PICKS: tl.constexpr, ROW_TILES: tl.constexpr, SITU: tl.constexpr, BETA: tl.constexpr,
-                LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
-                STEP: tl.constexpr, BLOCK: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
+def open_groups(x, gate_up, words, weight, counts, members, shared_gate, shared_up, inner, shared,
+                X_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr, SHARED_STRIDE: tl.constexpr, TOKENS: tl.constexpr,
+                WIDTH: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr,
+                EXPERT_BLOCK: tl.constexpr, PICKS: tl.constexpr, ROW_TILES: tl.constexpr, SITU: tl.constexpr,
+                BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr, LINES: tl.constexpr,
+                TILE: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
     """``inner`` [tokens * picks, I]: LINES picks of an expert, TILE columns; programs behind the last tile end."""
     column_tiles: tl.constexpr = (INNER + TILE - 1) // TILE
     program = tl.program_id(0)
@@ -92,15 +109,16 @@ def open_groups(x, gate_up, weight, counts, members, shared_gate, shared_up, inn
             rows = x + (pick // PICKS).to(tl.int64)[None, :] * X_STRIDE[0]
             column = program % column_tiles * TILE + tl.arange(0, TILE)
             inside = (column < INNER)[:, None]
-            opened = gate_up + expert.to(tl.int64) * GATE_STRIDE[0] + column[:, None] * GATE_STRIDE[1]
+            opened = weight_rows(gate_up, words, expert, column, 2 * INNER, WIDTH, GATE_STRIDE)
+            beside = weight_rows(gate_up, words, expert, INNER + column, 2 * INNER, WIDTH, GATE_STRIDE)
             first = tl.zeros([TILE, LINES], tl.float32)
             second = tl.zeros([TILE, LINES], tl.float32)
             for begin in range(0, WIDTH, STEP):
                 depth = begin + tl.arange(0, STEP)
                 mask = (line < count)[None, :] & (depth < WIDTH)[:, None]
                 row = tl.load(rows + depth[:, None] * X_STRIDE[1], mask=mask, other=0.0)
-                gate = weight_tile(opened, depth, inside, WIDTH, GATE_STRIDE[2], STEP)
-                linear = weight_tile(opened + INNER * GATE_STRIDE[1], depth, inside, WIDTH, GATE_STRIDE[2], STEP)
+                gate = weight_tile(opened, words, begin, inside, WIDTH, GATE_STRIDE[2], STEP, row.dtype, INTERPRET)
+                linear = weight_tile(beside, words, begin, inside, WIDTH, GATE_STRIDE[2], STEP, row.dtype, INTERPRET)
                 first = multiplied(first, gate, row, INTERPRET)
                 second = multiplied(second, linear, row, INTERPRET)
             share = tl.load(weight + pick, mask=line < count, other=0.0)
@@ -110,7 +128,7 @@ def open_groups(x, gate_up, weight, counts, members, shared_gate, shared_up, inn
 
 
 @triton.jit
-def close_groups(inner, down, counts, members, outer, DOWN_STRIDE: tl.constexpr, TOKENS: tl.constexpr,
+def close_groups(inner, down, words, counts, members, outer, DOWN_STRIDE: tl.constexpr, TOKENS: tl.constexpr,
                  WIDTH: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr,
                  LINES: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INTERPRET: tl.constexpr):  # fmt: skip
     """``outer`` [tokens * picks, D] = what the expert of each pick makes of its row of ``inner``."""
@@ -122,13 +140,14 @@ def close_groups(inner, down, counts, members, outer, DOWN_STRIDE: tl.constexpr,
         pick = tl.load(members + expert.to(tl.int64) * TOKENS + line, mask=line < count, other=0).to(tl.int64)
         column = program % column_tiles * TILE + tl.arange(0, TILE)
         inside = (column < WIDTH)[:, None]
-        places = down + expert.to(tl.int64) * DOWN_STRIDE[0] + column[:, None] * DOWN_STRIDE[1]
+        places = weight_rows(down, words, expert, column, WIDTH, INNER, DOWN_STRIDE)
         total = tl.zeros([TILE, LINES], tl.float32)
         for begin in range(0, INNER, STEP):
             depth = begin + tl.arange(0, STEP)
             mask = (line < count)[None, :] & (depth < INNER)[:, None]
             row = tl.load(inner + pick[None, :] * INNER + depth[:, None], mask=mask, other=0.0)
-            total = multiplied(total, weight_tile(places, depth, inside, INNER, DOWN_STRIDE[2], STEP), row, INTERPRET)
+            weight = weight_tile(places, words, begin, inside, INNER, DOWN_STRIDE[2], STEP, row.dtype, INTERPRET)
+            total = multiplied(total, weight, row, INTERPRET)
         mask = inside & (line < count)[None, :]
         tl.store(outer + pick[None, :] * WIDTH + column[:, None], narrow(total, outer, INTERPRET), mask=mask)
 
@@ -144,6 +163,11 @@ def combine(outer, routed, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PICKS: tl.
     for number in tl.static_range(PICKS):
         total += tl.load(places + number * WIDTH, mask=mask, other=0.0).to(tl.float32)
     tl.store(routed + element, narrow(total, routed, INTERPRET), mask=mask)
+
+
+def words_of(weight):
+    """The bytes of MXFP4 four at a time; None for real numbers."""
+    return weight.view(-1).view(torch.int32) if weight.dtype == torch.uint8 else None
 
 
 def launch(
@@ -174,11 +198,11 @@ def launch(
         logits, bias, chosen, weight, counts, members, **CONSTANTS["route_tokens"], **options["route"]
     )
     open_groups[grids["open"]](
-        x, gate_up, weight, counts, members, shared_gate, shared_up, inner, shared,
+        x, gate_up, words_of(gate_up), weight, counts, members, shared_gate, shared_up, inner, shared,
         **{**CONSTANTS["open_groups"], "INTERPRET": INTERPRET}, **options["open"],
     )  # fmt: skip
     close_groups[grids["close"]](
-        inner, down, counts, members, outer,
+        inner, down, words_of(down), counts, members, outer,
         **{**CONSTANTS["close_groups"], "INTERPRET": INTERPRET}, **options["close"],
     )  # fmt: skip
     finishes = up is not None or shared is not None or residual is not None

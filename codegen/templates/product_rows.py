@@ -70,3 +70,50 @@ def few_rows_dot(tile, rows, weight, out, ROWS: tl.constexpr, ROW_STRIDE: tl.con
             total = tl.dot(w, x, total)
     mask = inside[:, None] & (line < ROWS)[None, :]
     tl.store(out + line[None, :] * COLUMNS + column[:, None], narrow(total, out, INTERPRET), mask=mask)
+
+
+@triton.jit
+def normed_lookup_dot(table, places, norm, weight, found, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                      DEPTH: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr, STEP: tl.constexpr,
+                      FEW: tl.constexpr, PIECE: tl.constexpr, EPS: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
+                      INTERPRET: tl.constexpr):  # fmt: skip
+    """TILE columns of up to LINES rows of ``table``, normed on the way: first their squares, PIECE elements at a time.
+
+    The first program writes the rows themselves to ``found``.
+    """
+    tile = tl.program_id(0)
+    column = tile * TILE + tl.arange(0, TILE)
+    inside = column < COLUMNS
+    few = tl.arange(0, FEW)
+    row = tl.load(places + few, mask=few < ROWS, other=0).to(tl.int64)
+    squares = tl.zeros([FEW], tl.float32)
+    for start in range(0, DEPTH, PIECE):
+        depth = start + tl.arange(0, PIECE)
+        mask = (few < ROWS)[:, None] & (depth < DEPTH)[None, :]
+        x = tl.load(table + row[:, None] * DEPTH + depth[None, :], mask=mask, other=0.0)
+        squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+        if tile == 0:
+            tl.store(found + few[:, None] * DEPTH + depth[None, :], x, mask=mask)
+    root = tl.rsqrt(squares * (1.0 / DEPTH) + EPS)
+    line = tl.arange(0, LINES)  # as many as matrix units take; the rows are the first of them
+    scale = tl.sum(tl.where(line[:, None] == few[None, :], root[None, :], 0.0), 1)
+    row = tl.load(places + line, mask=line < ROWS, other=0).to(tl.int64)
+    lying = weight + column.to(tl.int64)[:, None] * DEPTH
+    total = tl.zeros([TILE, LINES], tl.float32)
+    for start in range(0, DEPTH, STEP):
+        depth = start + tl.arange(0, STEP)
+        mask = inside[:, None] & (depth < DEPTH)[None, :]
+        w = tl.load(lying + depth[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        mask = (depth < DEPTH)[:, None] & (line < ROWS)[None, :]
+        x = tl.load(table + row[None, :] * DEPTH + depth[:, None], mask=mask, other=0.0)
+        normed = x.to(tl.float32) * scale[None, :]
+        if ROUNDS_FIRST:
+            normed = narrow(normed, table, INTERPRET).to(tl.float32)
+        factor = tl.load(norm + depth, mask=depth < DEPTH, other=0.0).to(tl.float32)
+        x = narrow(normed * factor[:, None], table, INTERPRET)
+        if INTERPRET:
+            total = tl.dot(w.to(tl.float32), x.to(tl.float32), total, input_precision="ieee")
+        else:
+            total = tl.dot(w, x, total)
+    mask = inside[:, None] & (line < ROWS)[None, :]
+    tl.store(out + line[None, :] * COLUMNS + column[:, None], narrow(total, out, INTERPRET), mask=mask)

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from kimigraph.codegen.templates.cache_bytes import e4m3_bits, e8m0_scale
+from kimigraph.codegen.templates.cache_bytes import e4m3_nearest, e8m0_scale
 from kimigraph.codegen.templates.fp8_bytes import e4m3_value, e8m0_value
 
 
@@ -52,6 +52,5 @@ def real_queries(q, q_scales, real, H: tl.constexpr, Q_STRIDE: tl.constexpr, Q_S
         value = tl.load(values + head * Q_STRIDE[1] + column).to(tl.float32)
         power = e8m0_scale(value, 2, True)
         inverse = e8m0_value(tl.where(power == 255, 255, 254 - power))
-        code = e4m3_bits(value * tl.expand_dims(inverse, 2), False)
-        left = e4m3_value(code) * tl.expand_dims(e8m0_value(power), 2)
+        left = e4m3_nearest(value * tl.expand_dims(inverse, 2)) * tl.expand_dims(e8m0_value(power), 2)
         tl.store(real + (token * H + head) * 128 + column, left.to(tl.bfloat16))

@@ -4,9 +4,10 @@ A DSA layer of K3.1 is captured and fused, its prolog cut out as ``split-indexer
 ways. ``serial`` has the kernels of no merging pass, one after the other; the others are what the pass chooses between.
 """
 
+import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.device import target_device
 from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.program import CapturedProgram
-from kimigraph.ir.trace import Track, write_timeline
+from kimigraph.ir.trace import Track, read_timeline, write_timeline
 from kimigraph.models.kimi_k31.cache import Positions
 from kimigraph.models.kimi_k31.configuration import KimiK31Config
 from kimigraph.models.kimi_k31.mla import LatentAttention
@@ -41,6 +42,8 @@ BATCHES = (1, 8, 64)
 CONTEXT = 4096
 TOLERANCE = 2e-2
 SPLIT = "split-indexer-prolog"
+FORMS, ARTIFACT, WEIGHTS, SCHEDULE = "forms.json", "program", "weights.pt", "planned.json"
+"""Files of a directory that compiled forms are kept in."""
 
 K31: dict[str, Any] = {
     "model_type": "kimi_k31",
@@ -146,35 +149,55 @@ def forms(program: CapturedProgram, config: CompileConfig) -> dict[str, Captured
     }
 
 
-def point(batch: int, timelines: Path | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class BuiltForm:
+    """A form of the prolog as an artifact: where it lies, bound to its weights, and its planned schedule."""
+
+    directory: Path
+    executor: Executor
+    planned: Track
+
+
+def built_forms(batch: int, kept: Path) -> dict[str, BuiltForm]:
+    """All forms, out of ``kept`` where a call before this one left them; ``serial`` first."""
+    root = kept / f"indexer_prolog_b{batch}"
+    if not (root / FORMS).exists():
+        config = CompileConfig(target="cuda", batch=batch, context=CONTEXT)
+        programs = forms(captured_layer(batch, config, "cuda", K31), config)
+        root.mkdir(parents=True, exist_ok=True)
+        for name, program in programs.items():
+            _build(root / _file_name(name), name, program)
+        (root / FORMS).write_text(json.dumps(list(programs)) + "\n", encoding="utf-8")
+    names: list[str] = json.loads((root / FORMS).read_text(encoding="utf-8"))
+    return {name: _load(root / _file_name(name)) for name in names}
+
+
+def point(batch: int, timelines: Path | None = None, kept: Path | None = None) -> dict[str, Any]:
     """One batch: microseconds of each form in a CUDA graph with cold weights, and what they are to ``serial``.
 
-    ``timelines``: the file that takes the planned and the measured schedule of each form for Perfetto.
+    ``timelines``: the file that takes the planned and the measured schedule of each form for Perfetto. ``kept``: a
+    directory that the compiled forms stay in, and are taken from.
     """
-    config = CompileConfig(target="cuda", batch=batch, context=CONTEXT)
-    compiled = forms(captured_layer(batch, config, "cuda", K31), config)
     found: dict[str, Timing] = {}
+    kernels: dict[str, int] = {}
+    target = ""
     reference: dict[str, Tensor] | None = None
     tracks: list[Track] = []
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
-        kernels: dict[str, int] = {}
-        for name, program in compiled.items():
-            directory = Path(scratch) / name.replace(", ", "_")
-            directory.mkdir()
-            kernels[name] = build_artifact(program, "cuda", directory, self_test=False).launches
-            weights = {spec.source: program.tensors[spec.name] for spec in program.inputs if spec.bound}
-            executor = Executor(directory, weights)
-            results = _results(executor, program)
+        for name, built in built_forms(batch, kept or Path(scratch)).items():
+            kernels[name], target = built.executor.manifest.launches, built.executor.manifest.target
+            results = _results(built.executor)
             reference = reference or results
             _check(name, results, reference)
-            found[name] = _time(executor)
+            found[name] = _time(built.executor)
             if timelines is not None:
-                tracks += _tracks(name, executor, program, directory)
+                tracks += _tracks(name, built)
     if timelines is not None:
         write_timeline(timelines, tracks)
     serial = found["serial"].median
     return {
         "batch": batch,
+        "target": target,
         "kernels": kernels,
         "us": {name: timing.as_dict() for name, timing in found.items()},
         "ratio": {name: round(serial / timing.median, 3) for name, timing in found.items()},
@@ -211,11 +234,11 @@ def _inputs(executor: Executor) -> list[Tensor]:
     return [by_source[spec.source] for spec in executor.caller_inputs]
 
 
-def _results(executor: Executor, program: CapturedProgram) -> dict[str, Tensor]:
+def _results(executor: Executor) -> dict[str, Tensor]:
     """Outputs and updated caches of one step by their names, the same in every form."""
     given = _inputs(executor)
     outputs = executor(*given)
-    named = {spec.source: value for spec, value in zip(program.outputs, outputs, strict=True)}
+    named = {spec.source: value for spec, value in zip(executor.manifest.outputs, outputs, strict=True)}
     named |= {spec.source: value for spec, value in zip(executor.caller_inputs, given, strict=True) if spec.mutated}
     return {name: value.clone() for name, value in named.items()}
 
@@ -244,12 +267,28 @@ def _time(executor: Executor) -> Timing:
     return time_in_graph(_calls(executor))
 
 
-def _tracks(name: str, executor: Executor, program: CapturedProgram, directory: Path) -> list[Track]:
+def _tracks(name: str, built: BuiltForm) -> list[Track]:
     """The planned schedule of a form and a measured one, of a call whose weights are not in the cache."""
-    planned = _planned(name, program)
-    replay, names, _ = named_replay(directory, _calls(executor)[0])
+    replay, names, _ = named_replay(built.directory, _calls(built.executor)[0])
     title = f"{name}, measured: one replay on {torch.cuda.get_device_name()}"
-    return [planned, measured_track(replay, names, planned, title)]
+    return [built.planned, measured_track(replay, names, built.planned, title)]
+
+
+def _build(root: Path, name: str, program: CapturedProgram) -> None:
+    (root / ARTIFACT).mkdir(parents=True)
+    build_artifact(program, "cuda", root / ARTIFACT, self_test=False)
+    torch.save({spec.source: program.tensors[spec.name] for spec in program.inputs if spec.bound}, root / WEIGHTS)
+    write_timeline(root / SCHEDULE, [_planned(name, program)])
+
+
+def _load(root: Path) -> BuiltForm:
+    weights: dict[str, Tensor] = torch.load(root / WEIGHTS, weights_only=True)
+    planned = read_timeline(root / SCHEDULE)[0]
+    return BuiltForm(root / ARTIFACT, Executor(root / ARTIFACT, weights), planned)
+
+
+def _file_name(name: str) -> str:
+    return name.replace(", ", "_")
 
 
 def _planned(name: str, program: CapturedProgram) -> Track:

@@ -1,4 +1,5 @@
-"""``kimigraph bench moe``: routed experts of Kimi K3.1, against their weights' floor and torch's grouped product."""
+"""``kimigraph bench moe``: routed experts of Kimi K3.1, in bf16 and in MXFP4, against their weights' floor and torch's
+grouped product."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from kimigraph.bench.kernels import kernel_for
 from kimigraph.bench.protocol import relative_error, require_gpu, time_in_graph
 from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.reference.moe_experts import choose_experts, gated
+from kimigraph.ir.reference.mxfp4 import mxfp4_dequantize, mxfp4_quantize
 
 WIDTH, INNER, OUTER, EXPERTS, PICKS = 1152, 1024, 2304, 256, 8
 FEW = 8  # tokens up to which what follows the experts is part of the operator, as the compiler has it
@@ -22,6 +24,7 @@ ATTRIBUTES: dict[str, Any] = {
     "beta": 4.0, "linear_beta": 25.0, "limit": None, "eps": 1e-5,
 }  # fmt: skip
 TOLERANCE = 1e-2
+AT_ONCE = 32  # experts that are packed at once, which bounds the memory that it takes
 NAMES = ("norm_weight", "up", "shared_gate", "shared_up", "shared_down")
 
 
@@ -44,11 +47,13 @@ def run(parts: tuple[str, ...], peers: bool, say: Callable[[str], None]) -> dict
 
 def point(tokens: int, peers: bool, rate: float) -> dict[str, Any]:
     """The experts alone, with what follows them for a few tokens, and torch's way, on the same random routing."""
-    given, logits = operands(tokens), [torch.randn(tokens, EXPERTS, device="cuda") for _ in range(_sets(tokens))]
+    given, codes = packed(operands(tokens))
+    logits = [torch.randn(tokens, EXPERTS, device="cuda") for _ in range(_sets(tokens))]
     bare = {name: None if name in NAMES else tensor for name, tensor in given.items()}
-    forms = {"experts": _ours(bare, logits)}
+    forms = {"experts": _ours(bare, logits), "experts, MXFP4": _ours(bare | codes, logits)}
     if tokens <= FEW:
         forms["whole block"] = _ours(given, logits)
+        forms["whole block, MXFP4"] = _ours(given | codes, logits)
     if peers:
         forms["grouped products"] = _products(given, logits)
         forms["torch"] = [partial(grouped, given, row) for row in logits]
@@ -64,6 +69,7 @@ def point(tokens: int, peers: bool, rate: float) -> dict[str, Any]:
         "floor_us": round(floor, 2),
         "of_floor": round(floor / times["experts"].median, 3),
         "tflops": round(6 * tokens * PICKS * INNER * WIDTH / times["experts"].median / 1e6, 1),
+        "mxfp4": round(times["experts"].median / times["experts, MXFP4"].median, 3),
         "us": {form: time.as_dict() for form, time in times.items()},
     }
     if peers:
@@ -98,6 +104,17 @@ def operands(tokens: int) -> dict[str, Tensor | None]:
         "shared_up": normal(tokens, INNER),
         "shared_down": normal(OUTER, INNER, scale=INNER**-0.5),
     }
+
+
+def packed(given: dict[str, Tensor | None]) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """The operands with the numbers that MXFP4 leaves of the experts, and these in MXFP4: both are the same weights."""
+    real, codes = dict(given), dict[str, Tensor | None]()
+    for name in ("gate_up", "down"):
+        weight = _of(given, name)
+        planes = torch.cat([mxfp4_quantize(some) for some in weight.split(AT_ONCE)])
+        codes[name] = planes
+        real[name] = torch.cat([mxfp4_dequantize(some).to(weight.dtype) for some in planes.split(AT_ONCE)])
+    return real, codes
 
 
 def grouped(given: dict[str, Tensor | None], logits: Tensor) -> Tensor:
@@ -174,7 +191,9 @@ def _check(
     forms: dict[str, list[Callable[[], Any]]],
 ) -> None:
     """Each form that computes the block, on the first routing, against fp64."""
-    for form, operands_of in (("experts", bare), ("whole block", given), ("torch", bare)):
+    ours = {"experts": bare, "whole block": given}
+    both = {f"{form}{kind}": of for form, of in ours.items() for kind in ("", ", MXFP4")}
+    for form, operands_of in {**both, "torch": bare}.items():
         if form not in forms:
             continue
         found = forms[form][0]()

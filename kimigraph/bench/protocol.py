@@ -1,7 +1,7 @@
 """How a time is taken: calls inside one CUDA graph, inputs rotated through more memory than the L2 cache holds."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,27 +45,40 @@ def sets_for_cold_cache(nbytes: int, most: int = 256) -> int:
 
 def time_in_graph(calls: Sequence[Call], at_least: int = CALLS, replays: int = REPLAYS) -> Timing:
     """Time ``calls``, one an input set, in turn: one graph of ``at_least`` calls, replayed; events around a replay."""
+    return times_in_turn({"": calls}, at_least, replays)[""]
+
+
+def times_in_turn(
+    named: Mapping[str, Sequence[Call]], at_least: int = CALLS, replays: int = REPLAYS
+) -> dict[str, Timing]:
+    """The same for several that are compared: their replays take turns, so that the device's clock is alike for all."""
+    captured = {name: _captured(calls, max(at_least, len(calls))) for name, calls in named.items()}
+    times: dict[str, list[float]] = {name: [] for name in named}
+    for _ in range(replays):
+        for name, graph in captured.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3 / max(at_least, len(named[name])))
+    return {name: Timing(statistics.median(all_), min(all_), max(all_), tuple(all_)) for name, all_ in times.items()}
+
+
+def _captured(calls: Sequence[Call], count: int) -> torch.cuda.CUDAGraph:
+    """A graph of ``count`` calls, replayed once."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         calls[0]()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-    count = max(at_least, len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for number in range(count):
             calls[number % len(calls)]()
     graph.replay()
-    times: list[float] = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / count)
-    return Timing(statistics.median(times), min(times), max(times), tuple(times))
+    return graph
 
 
 def ceilings() -> dict[str, float]:

@@ -12,6 +12,7 @@ from kimigraph.cli import (
     doctor,
     dumps,
     explain,
+    export,
     generate,
     measure_device,
     passes,
@@ -55,6 +56,7 @@ def make_app() -> typer.Typer:
     doctor.register(app)
     measure_device.register(app)
     quant_report.register(app)
+    app.add_typer(export.make_group(), name="export")
     app.add_typer(passes.make_group(), name="passes")
     app.add_typer(dumps.make_group(), name="dumps")
     app.add_typer(cache.make_group(), name="cache")

@@ -11,7 +11,7 @@ from kimigraph.cli.console import print_json, progress
 from kimigraph.cli.errors import reports_errors
 from kimigraph.ir.errors import UsageError
 
-SUBJECTS = ("attnres", "dsa", "kda", "li", "li-mxfp8", "moe", "pointwise", "prolog", "quantize", "sfa")
+SUBJECTS = ("attnres", "dsa", "kda", "li", "li-mxfp8", "moe", "pointwise", "prolog", "quantize", "rollback", "sfa")
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +26,7 @@ def _bench(
             metavar="OP",
             help="What to time: attnres (attention residuals), dsa (indexer and attention), kda, li (indexer with "
             "top-k), li-mxfp8 (the same over MXFP8 keys), moe (routed experts), pointwise (generated kernels), prolog "
-            "(merged products, and an indexer's prolog), quantize, sfa.",
+            "(merged products, and an indexer's prolog), quantize, rollback (drafts verified and committed), sfa.",
         ),
     ],
     peers: Annotated[bool, typer.Option("--peers", help="Time public kernels that do the same work, too.")] = False,
@@ -58,6 +58,7 @@ def _bench(
         "moe": _bench_moe,
         "prolog": _bench_prolog,
         "quantize": _bench_quantize,
+        "rollback": _bench_rollback,
     }.get(subject, _bench_selection)
     document = measure(subject, peers, chosen, say)
     document["command"] = " ".join(["kimigraph bench", subject, *(["--peers"] if peers else []), *_spelled(chosen)])
@@ -164,6 +165,16 @@ def _bench_quantize(subject: str, peers: bool, chosen: tuple[str, ...], say: Cal
             raise UsageError(f"--only {name}: choose {', '.join(quantize.PEERS)}")
     with progress():
         return quantize.run(chosen or (quantize.PEERS if peers else ()), say)
+
+
+def _bench_rollback(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
+    if chosen:
+        raise UsageError(f"--only {chosen[0]}: bench {subject} has no parts")
+    del peers  # its peer is the other way to keep states
+    from kimigraph.bench import kda_rollback
+
+    with progress():
+        return kda_rollback.run(say)
 
 
 def _bench_kda(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:

@@ -29,7 +29,10 @@ def _compile(
             metavar="SOURCE", help="Directory with config.json and *.safetensors, or package.module:function."
         ),
     ],
-    phase: Annotated[Literal["decode", "prefill"], typer.Option(help="What the program does.")] = "decode",
+    phase: Annotated[
+        Literal["decode", "prefill", "verify"],
+        typer.Option(help="What the program does. verify: the drafts of a token."),
+    ] = "decode",
     batch: Annotated[
         list[int] | None,
         typer.Option(min=1, metavar="N", help="Sequences in a step. [default: 1]"),
@@ -39,7 +42,7 @@ def _compile(
         typer.Option(
             min=1,
             metavar="N",
-            help="New tokens per sequence. [default: 1 for decode, the context for prefill]",
+            help="New tokens per sequence. [default: 1 for decode, the context for prefill, 8 for verify]",
         ),
     ] = None,
     context: Annotated[
@@ -92,6 +95,10 @@ def _compile(
     force_streams: Annotated[
         bool, typer.Option("--force-streams", help="Fork wherever it is legal, not only where it pays: for tests.")
     ] = False,
+    half_batches: Annotated[
+        Literal["auto", "on", "off"],
+        typer.Option(help="Run a decode step as two interleaved halves of its batch: auto where that pays."),
+    ] = "auto",
     max_shapes: Annotated[int, typer.Option(min=1, metavar="N", help="Shapes that one call may ask for.")] = MAX_SHAPES,
     jobs: Annotated[
         int | None,
@@ -105,8 +112,12 @@ def _compile(
     ] = None,
     dump_passes: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the graph after each pass.")] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare with the eager model; exit with 3 on a difference.")
+        bool, typer.Option("--verify", help="Compare with the model; exit with 3 on a difference.")
     ] = False,
+    reference: Annotated[
+        Literal["eager", "onnxruntime"],
+        typer.Option(help="What --verify compares with: the eager model, or onnxruntime on the captured graph."),
+    ] = "eager",
     no_report: Annotated[
         bool, typer.Option("--no-report", help="Leave report.html and the remarks out of the artifact.")
     ] = False,
@@ -157,8 +168,10 @@ def configurations(options: dict[str, Any]) -> list[CompileConfig]:
         device=None if options["device_file"] is None else read_device_file(options["device_file"]),
         streams=options["streams"],
         force_streams=options["force_streams"],
+        half_batches=options["half_batches"],
         cache=options["cache"],
         verify=options["verify"],
+        reference=options["reference"],
         check_numerics=options["check_numerics"],
         time_passes=options["time_passes"],
         report=not options["no_report"],

@@ -74,6 +74,11 @@ def _generate(
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph", help="Replay the step of a new token as one CUDA graph.")
     ] = False,
+    draft: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE|ngram", help="Guess tokens and verify them together: a smaller model, or ngram."),
+    ] = None,
+    draft_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to guess in a step.")] = 4,
     cache: Annotated[Literal["use", "off", "readonly", "refresh"], typer.Option(help="The compile cache.")] = "use",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document when all is done.")] = False,
 ) -> None:
@@ -85,6 +90,7 @@ def _generate(
     \b
       kimigraph generate examples/k31_tiny --prompt-ids 1,2,3 --max-new-tokens 8
       kimigraph generate ./checkpoint --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1
+      kimigraph generate ./checkpoint --prompt "Once upon a time" --draft ngram --draft-tokens 7
     """
     asked: list[str | list[int]] = [*(prompt or []), *map(_ids, prompt_ids or [])]
     if not asked:
@@ -112,7 +118,15 @@ def _generate(
         stops = () if no_stop and not stop_id else tuple(stop_id) if stop_id else None
         sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, stops)
         rows = min(max_batch or MAX_BATCH, len(asked))
-        generator = Generator(source, config=config, max_batch=rows, batches=(1, rows), notify=notify)
+        generator = Generator(
+            source,
+            config=config,
+            max_batch=rows,
+            batches=(1, rows),
+            draft=draft,
+            draft_tokens=draft_tokens,
+            notify=notify,
+        )
         prompts = [generator.encode(item) for item in asked]
         generator.prepare(map(len, prompts))
     ready = time.perf_counter()
@@ -190,18 +204,36 @@ def _document(
         "completions": completions,
         "programs": [
             {"shape_key": report.shape_key, "cache": report.cache["status"], "fusions": report.fusions}
-            for report in generator.programs.reports.values()
+            for report in (*generator.programs.reports.values(), *generator.programs.verifying.reports.values())
         ],
+        "speculation": _speculation(generator),
         "tokens": {"read": generator.engine.read, "made": generator.engine.made},
         "timing": seconds,
         "tokens_per_second": generator.engine.made / max(seconds["generate"], 1e-9),
     }
 
 
+def _speculation(generator: Any) -> dict[str, Any] | None:
+    """What drafts were worth; ``state_bytes`` are those of recurrent states and their log. None without drafts."""
+    rounds = generator.speculation
+    if rounds is None:
+        return None
+    return {"draft_tokens": rounds.drafts, **rounds.counts.as_dict(), "state_bytes": rounds.state_bytes}
+
+
 def _rates(generator: Any, seconds: dict[str, float]) -> str:
-    engine, taken = generator.engine, seconds["generate"]
+    engine, taken, drafts = generator.engine, seconds["generate"], _speculation(generator)
+    told = (
+        ""
+        if drafts is None
+        else (
+            f"; {drafts['accepted']} of {drafts['drafted']} drafts were right ({drafts['acceptance']:.0%}), "
+            f"{drafts['tokens_per_step']:.2f} tokens a sequence and verifying step"
+            + (f", {drafts['speed_up']:.2f} times as fast as plain steps" if drafts["speed_up"] else "")
+        )
+    )
     return (
         f"{engine.read} prompt tokens and {engine.made} new ones in {taken:.2f} s "
         f"({engine.made / max(taken, 1e-9):.1f} new tokens/s) on {generator.programs.target}; "
-        f"ready after {seconds['prepare']:.1f} s"
+        f"ready after {seconds['prepare']:.1f} s{told}"
     )

@@ -105,10 +105,19 @@ def _print(document: dict[str, Any]) -> None:
                 "caches",
                 f"{memory['cache_bytes_per_token']} bytes a token, {memory['cache_bytes_per_token_bf16']} in bf16",
             ),
+            *_experts(memory),
             *(("not done", text) for text in document["not_done"]),
         ],
         indent=2,
     )
+
+
+def _experts(memory: dict[str, Any]) -> list[tuple[str, str]]:
+    if "experts_bytes" not in memory:
+        return []
+    return [
+        ("experts", f"{memory['experts_bytes']:,} bytes, {memory['experts_bytes_unpacked']:,} as the model has them")
+    ]
 
 
 def _text(value: float | None, form: str, unit: str = "") -> str:

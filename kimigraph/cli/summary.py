@@ -38,6 +38,7 @@ def _overview(report: dict[str, Any]) -> list[tuple[str, ...]]:
         ("launches", f"{launches['before']} before, {launches['after']} after"),
         *([("streams", _streams_text(report["streams"]))] if report["streams"] else []),
         *([("caches", _caches_text(report))] if report["quantization"] else []),
+        *([("experts", _experts_text(report["memory"]))] if "experts_bytes" in (report["memory"] or {}) else []),
         ("cache", _cache_text(cache)),
     ]
     if report["verify"] is not None:
@@ -56,6 +57,10 @@ def _caches_text(report: dict[str, Any]) -> str:
     return (
         f"{memory['cache_bytes_per_token']} bytes a token by {policy}, {memory['cache_bytes_per_token_bf16']} in bf16"
     )
+
+
+def _experts_text(memory: dict[str, Any]) -> str:
+    return f"{memory['experts_bytes']:,} bytes as MXFP4, {memory['experts_bytes_unpacked']:,} as the model has them"
 
 
 def _cache_text(cache: dict[str, Any]) -> str:

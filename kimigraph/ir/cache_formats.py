@@ -6,6 +6,7 @@ with the reference quantiser and its inverse.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -125,6 +126,17 @@ def cache_bill(inputs: Iterable[InputSpec]) -> dict[str, float]:
         else:
             plain += 2 * spec.shape[-1]
     return {"cache_bytes_per_token": _whole(bytes_), "cache_bytes_per_token_bf16": plain}
+
+
+def experts_bill(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Bytes of all experts that a policy packed, as they are and as the model has them; empty where there are none."""
+    packed = [record for record in records if record["role"] == "experts"]
+    if not packed:
+        return {}
+    return {
+        "experts_bytes": sum(record["bytes"] for record in packed),
+        "experts_bytes_unpacked": sum(record["bytes_before"] for record in packed),
+    }
 
 
 def _tokens(spec: InputSpec) -> int:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-Phase = Literal["decode", "prefill"]
-TARGETS = ("auto", "cpu", "cpu:reference", "cuda", "cuda:sm_90")
+Phase = Literal["decode", "prefill", "verify"]
+TARGETS = ("auto", "cpu", "cpu:reference", "cpu:onnxruntime", "cuda", "cuda:sm_90")
 MAX_SHAPES = 16
 STREAMS = 3
 MAX_GRAPHS = 16
@@ -24,10 +24,13 @@ class CompileConfig:
     ``policy`` is the name of a quantization policy or the text of a policy file (``kimigraph.ir.policy``).
     ``streams`` is the largest number of streams that a program uses; ``force_streams`` forks wherever it is legal.
     ``max_shapes`` is how many programs a compiled model keeps in memory, and how many shapes one command may ask for.
+    ``half_batches`` makes a decode step two interleaved halves of its batch: ``auto`` where that pays, ``on``, ``off``.
     ``cuda_graph`` replays a step on tensors that came before as one CUDA graph; ``max_graphs`` of them are kept.
     ``cache_layout`` is ``model`` (caches as the model has them) or ``paged``: pages of ``page_size`` tokens under one
     block table, ``pages`` of them beside the scratch page (None: as many as ``batch`` full sequences have).
-    A shape field that is None takes the default of ``kimigraph compile`` (decode: 1 token; prefill: tokens = context).
+    ``reference`` is what ``verify`` compares with: the eager model, or onnxruntime on the captured graph.
+    A shape field that is None takes the default of ``kimigraph compile`` (decode: 1 token; prefill: tokens = context;
+    verify, a token and the drafts behind it: 8).
     """
 
     target: str = "auto"
@@ -48,6 +51,7 @@ class CompileConfig:
     device: str | None = None
     streams: int = STREAMS
     force_streams: bool = False
+    half_batches: Literal["auto", "on", "off"] = "auto"
     policy: str = "off"
     cache_layout: Literal["model", "paged"] = "model"
     page_size: int = 64
@@ -57,6 +61,7 @@ class CompileConfig:
     max_graphs: int = debug_only(MAX_GRAPHS)
     cache: str = debug_only("use")
     verify: bool = debug_only(False)
+    reference: Literal["eager", "onnxruntime"] = debug_only("eager")
     check_numerics: bool = debug_only(False)
     time_passes: bool = debug_only(False)
     dump_passes: str | None = debug_only(None)

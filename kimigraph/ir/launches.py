@@ -1,6 +1,7 @@
 """How many device operations a graph starts."""
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch._ops import OpOverload
@@ -33,9 +34,13 @@ def launches_of(node: Node, kernel_launches: Mapping[str, int] | None = None) ->
         return 0
     if operator_of(node) is not None:
         return (kernel_launches or {}).get(node.name, 1)
-    if is_view(node) or "_assert_tensor_metadata" in str(node.target) or "sym_" in str(node.target):
-        return 0
-    return 1
+    return 0 if is_view(node) or _only_asks(node.target) else 1
+
+
+@cache
+def _only_asks(target: OpOverload) -> bool:
+    """Whether the operator asserts, or asks for a size: nothing runs on a device."""
+    return any(part in str(target) for part in ("_assert_tensor_metadata", "sym_"))
 
 
 def is_view(node: Node) -> bool:

@@ -86,12 +86,14 @@ def new_tensors(graph: Graph) -> list[NewTensor]:
 class Lifetimes:
     """When the new tensors of a graph are in use, under the order of its streams.
 
-    ``conflicts`` has for each tensor, by number, those that may not share bytes with it: two may when all use of one
-    has ended before the other is made.
+    ``kept`` are those that lie outside an arena. ``conflicts`` has for each other tensor, by number, those that may not
+    share bytes with it: two may when all use of one has ended before the other is made.
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.tensors = [tensor for tensor in new_tensors(graph) if not tensor.kept]
+        made = new_tensors(graph)
+        self.tensors = [tensor for tensor in made if not tensor.kept]
+        self.kept = [tensor for tensor in made if tensor.kept]
         self.order = StreamOrder(graph)
         self._in_use = [self._mask(tensor) for tensor in self.tensors]
         self.conflicts = self._conflicts()
@@ -184,10 +186,11 @@ def _scratch(node: Node) -> Iterator[NewTensor]:
 
 def reach(value: torch.Tensor) -> int | None:
     """Bytes from the first element of a tensor to behind its last; None for no elements, or sizes known at run time."""
-    sizes: tuple[Any, ...] = (*value.shape, *value.stride())
-    if any(isinstance(size, torch.SymInt) for size in sizes) or 0 in value.shape:
+    shape: tuple[Any, ...] = tuple(value.shape)
+    stride: tuple[Any, ...] = value.stride()
+    if any(isinstance(size, torch.SymInt) for size in (*shape, *stride)) or 0 in shape:
         return None
-    last = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     return (last + 1) * value.element_size()
 
 

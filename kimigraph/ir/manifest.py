@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -14,6 +14,7 @@ from kimigraph.ir.program import InputSpec, OutputSpec
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+ONNX_MODEL = "model.onnx"
 _REMEDY = "compile it again (--cache refresh), or copy the artifact again from where it came"
 
 
@@ -73,8 +74,8 @@ class Manifest:
     are the three numbers of ``kimigraph.ir.seeded.checksum`` for every output and mutated input of one step on tensors
     seeded with ``seed``, compared with ``tolerance``; ``reference`` says what computed them (``cpu:reference``; empty:
     nothing did). ``streams`` is how many the program queues work on, the caller's included; ``uncapturable`` names the
-    nodes that no CUDA graph can hold, each with the reason. ``kind`` tells apart forms of artifact (``program`` is the
-    only one so far).
+    nodes that no CUDA graph can hold, each with the reason. ``kind`` tells apart forms of artifact: ``program``
+    (``program.py`` and its kernels) and ``onnx`` (``model.onnx``, which takes all placeholders as inputs).
     """
 
     model: str
@@ -129,6 +130,18 @@ class Manifest:
         """What comes with the model, under the model's own names: prepared weights by what they are made of."""
         taken = tuple(spec for spec in self.inputs if spec.bound and spec.source not in self.preparation)
         return taken + self.sources
+
+    def wanted(self, given: Collection[str] = ()) -> tuple[InputSpec, ...]:
+        """What is to be bound where some tensors are ``given`` by name: no weight of which only prepared ones are made
+        that are among them."""
+        left = {name: steps for name, steps in self.preparation.items() if name not in given}
+        read = {name for steps in left.values() for step in steps for name in step["of"]}
+        spare = {spec.source for spec in self.sources} - read
+        return tuple(spec for spec in self.bound if spec.source not in spare)
+
+    def packed_weights(self) -> dict[str, str]:
+        """The names of weights that are packed as MXFP4 when they are bound, by those that they are made of."""
+        return {step["of"][0]: name for name, [step] in self.preparation.items() if step["op"] == "mxfp4"}
 
     @property
     def random_weights(self) -> bool:

@@ -12,7 +12,8 @@
 
 Formats: ``keep``; ``mxfp8``, E4M3 under one power of two (E8M0) for each ``group`` elements (index roles); ``fp8``,
 E4M3 under an fp32 scale for each ``group``, picked by the rule ``scales``, power2 or amax (index roles and latent);
-``bfloat16`` (rope). ``order`` says where a latent row has its scales: scales_rope (FlashMLA) or rope_scales (Ascend).
+``mxfp4``, E2M1 under one power of two for each 32 (experts); ``bfloat16`` (rope). ``order`` says where a latent row has
+its scales: scales_rope (FlashMLA) or rope_scales (Ascend).
 """
 
 import tomllib
@@ -35,11 +36,11 @@ ROLES: dict[str, tuple[str, ...]] = {
     "latent": (KEEP, "fp8"),
     "rope": (KEEP, "bfloat16"),
     "prolog_weights": (KEEP,),
-    "experts": (KEEP,),
+    "experts": (KEEP, "mxfp4"),
 }
 """The roles of tensors, with the formats that each may have."""
 ROTATIONS = ("none", "hadamard")
-_GROUPS = {"mxfp8": 32, "fp8": 128}
+_GROUPS = {"mxfp8": 32, "fp8": 128, "mxfp4": 32}
 _CHOICES = {"scales": ("power2", "amax"), "order": ("scales_rope", "rope_scales")}
 
 
@@ -55,7 +56,7 @@ class Format:
     @property
     def quantises(self) -> bool:
         """Whether values lose bits to it."""
-        return self.kind in ("mxfp8", "fp8")
+        return self.kind in _GROUPS
 
     def __str__(self) -> str:
         """For people: ``mxfp8 group 32``."""
@@ -170,7 +171,7 @@ def _format(role: str, value: Any) -> Format:
     if kind not in ROLES[role]:
         raise UsageError(f"policy: {role} has format {kind!r}, want {', '.join(ROLES[role])}")
     quantises, latent = kind in _GROUPS, role == "latent"
-    allowed = ["format", *(["group"] if quantises else []), *(["scales"] if kind == "fp8" else [])]
+    allowed = ["format", *(["group"] if quantises and kind != "mxfp4" else []), *(["scales"] if kind == "fp8" else [])]
     _known(f"policy: {role}", given, [*allowed, *(["order"] if quantises and latent else [])])
     group = given.get("group", _GROUPS.get(kind, 0))
     if not isinstance(group, int) or isinstance(group, bool) or (quantises and group < 1):

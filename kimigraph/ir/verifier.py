@@ -181,12 +181,12 @@ def _check_descriptors(node: Node, specs: dict[str, InputSpec]) -> None:
                 f"{name} takes {operand} as {argument(node, 'descriptor') or 'undescribed'}, but the cache"
                 f" {spec.source} is {spec.descriptor}",
             )
-    if name == "kda_decode":
+    if name in ("kda_decode", "kda_verify", "kda_verify_states"):
         _check_states(node, specs)
 
 
 def _check_states(node: Node, specs: dict[str, InputSpec]) -> None:
-    """``kda_decode`` says its state's layout in an attribute and its window's size by shape."""
+    """A step of KDA says its state's layout in an attribute and its window's size by shape."""
     for operand in ("state", "conv_state"):
         spec = _cache_spec(argument(node, operand), specs)
         descriptor: Descriptor | None = parse_descriptor(spec.descriptor) if spec and spec.descriptor else None

@@ -72,5 +72,6 @@ def _passes(dumps: Path) -> tuple[PassView, ...]:
 
 
 def _read(directory: Path | None, name: str) -> str:
-    path = directory / name if directory is not None and name else None
+    """The text of a file; none where there is no such file, or it is a model and no text."""
+    path = directory / name if directory is not None and name and not name.endswith(".onnx") else None
     return path.read_text(encoding="utf-8") if path is not None and path.is_file() else ""

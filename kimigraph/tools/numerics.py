@@ -1,6 +1,7 @@
 """A program against the one it came from, on seeded data: ``--check-numerics``, and the test that bisecting repeats."""
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from kimigraph.ir.accuracy import LOW_PRECISION_FLOOR, TOLERANCE_FP32, Deviation
 from kimigraph.ir.cache_formats import given_to, unpack
 from kimigraph.ir.data_sets import STEPS, DataSet, data_sets, make_data, run_steps
 from kimigraph.ir.errors import NumericsError
+from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.program import CapturedProgram, InputSpec
+from kimigraph.ir.reference.mxfp4 import mxfp4_rounded
 from kimigraph.ir.remarks import PassResult
 from kimigraph.ir.reproduce import apart
 from kimigraph.passes import Instrument, Pass, Pipeline
@@ -22,6 +25,7 @@ ROUNDING_FACTOR = 3.0
 """How much worse than the captured program's own rounding error a 16-bit program may be: of a few hundred numbers the
 largest error of another order of rounding is easily twice as large, and a wrong rewrite is worse than that."""
 _LOW = (torch.bfloat16, torch.float16)
+_PACKED = OPERATORS["mxfp4_quantize"].overload
 
 
 @dataclass(frozen=True)
@@ -131,11 +135,11 @@ class _Case:
     def compare(self, program: CapturedProgram) -> Comparison:
         got = self._execute(program)
         want, fault = self.want, ""
-        formats = tuple(spec for spec in program.inputs if spec.parts)
+        formats, packed = tuple(spec for spec in program.inputs if spec.parts), packed_in(program)
         try:
             # Quantised keys rank otherwise; what they cost is no fault of a rewrite.
-            if formats or self._exchanged(got):
-                want = self._right(got, formats)
+            if formats or packed or self._exchanged(got):
+                want = self._right(got, formats, packed)
         except NumericsError as error:
             fault = str(error)
         worst = deviation(self._comparable(got.values), want, self.tolerance, self.tolerances)
@@ -150,10 +154,13 @@ class _Case:
             before, form = (Interpreter(graph.graph_module).run for graph in (self.program, program))
             return apart(before, form, specs, outputs, constants, self.data, self.tolerances)
 
-    def _right(self, picked: _Run, formats: Sequence[InputSpec] = ()) -> dict[str, torch.Tensor]:
-        """The right values with the picks of another run, so that near-ties do not count, in caches of ``formats``."""
+    def _right(
+        self, picked: _Run, formats: Sequence[InputSpec] = (), packed: AbstractSet[str] = frozenset()
+    ) -> dict[str, torch.Tensor]:
+        """The right values with the picks of another run, so that near-ties do not count, in caches of ``formats`` and
+        with what MXFP4 leaves of the weights ``packed``."""
         picks = [selections.picked for selections in picked.selections]
-        return self._execute(self.program, picks, self.low, formats, picked.values).values
+        return self._execute(self.program, picks, self.low, formats, picked.values, packed).values
 
     def _comparable(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: value.float() if value.dtype in _LOW else value for name, value in values.items()}
@@ -174,6 +181,7 @@ class _Case:
         wide: bool = False,
         formats: Sequence[InputSpec] = (),
         settled: Mapping[str, torch.Tensor] | None = None,
+        packed: AbstractSet[str] = frozenset(),
     ) -> _Run:
         selections: list[Selections] = []
 
@@ -189,6 +197,7 @@ class _Case:
             return results
 
         named = {spec.source: t for spec, t in zip(self.program.inputs, self.tensors, strict=True)}
+        named |= {name: mxfp4_rounded(named[name]) for name in packed}
         inputs, tensors = program.inputs, given_to(program.inputs, named)
         if wide:
             inputs = tuple(replace(s, dtype="float32") if getattr(torch, s.dtype) in _LOW else s for s in inputs)
@@ -212,6 +221,13 @@ class _Case:
         own = self._comparable(self.run.values)
         errors = {name: deviation({name: own[name]}, {name: value}).relative for name, value in self.want.items()}
         return {name: max(ROUNDING_FACTOR * error, LOW_PRECISION_FLOOR) for name, error in errors.items()}
+
+
+def packed_in(program: CapturedProgram) -> set[str]:
+    """The weights that a program packs as MXFP4, by their outside names."""
+    sources = {spec.name: spec.source for spec in program.inputs}
+    packs = (node for node in program.graph_module.graph.nodes if node.target is _PACKED)
+    return {sources[node.all_input_nodes[0].name] for node in packs}
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from kimigraph.ir.operators.shapes import capacity
 from kimigraph.ir.policy import Policy
 from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.ir.provenance import module_path
+from kimigraph.ir.reference.mxfp4 import mxfp4_dequantize
 from kimigraph.ir.schemas import bind
 
 ATTENTIONS = ("sparse_attention", "latent_attention")
@@ -46,11 +48,15 @@ class Noise:
 
 @dataclass
 class LayerCost:
-    """The figures of one layer. ``kept`` and ``picks`` count picks of rows that see more keys than they pick."""
+    """The figures of one layer. ``kept`` and ``picks`` count picks of rows that see more keys than they pick.
+
+    ``output`` is what the attention's result loses, ``experts`` what that of its routed experts does.
+    """
 
     module: str
     noise: dict[str, Noise] = field(default_factory=lambda: {})
     output: Noise = field(default_factory=Noise)
+    experts: Noise = field(default_factory=Noise)
     kept: int = 0
     picks: int = 0
 
@@ -63,15 +69,19 @@ class LayerCost:
 class LayerProbe(Interpreter):
     """Runs the plain program, and at its indexers and attentions the quantised operators on the same values.
 
-    ``quantised`` are the inputs that a policy made of the program's; ``costs`` by the module's path.
+    ``quantised`` are the inputs that a policy made of the program's, ``experts_in`` the modules whose experts it
+    packed; ``costs`` by the module's path.
     """
 
-    def __init__(self, program: CapturedProgram, quantised: Sequence[InputSpec], policy: Policy) -> None:
+    def __init__(
+        self, program: CapturedProgram, quantised: Sequence[InputSpec], policy: Policy, experts_in: AbstractSet[str]
+    ) -> None:
         super().__init__(program.graph_module)
         specs = {source: spec for spec in quantised for source, _ in spec.parts}
         self._formats = {spec.name: specs[spec.source] for spec in program.inputs if spec.source in specs}
-        self._policy = policy
+        self._policy, self._experts_in = policy, experts_in
         self._picks: dict[Node, torch.Tensor] = {}
+        self._packed: dict[Node, dict[str, torch.Tensor]] = {}
         self.costs: dict[str, LayerCost] = {}
 
     def run_node(self, n: Node) -> Any:
@@ -83,6 +93,8 @@ class LayerProbe(Interpreter):
             self._indexer(n, result)
         elif name in ATTENTIONS:
             self._attention(n, result, name)
+        elif name == "moe_experts" and module_path(n) in self._experts_in:
+            self._experts(n, result)
         return result
 
     def _bound(self, node: Node) -> dict[str, Any]:
@@ -145,6 +157,16 @@ class LayerProbe(Interpreter):
         if isinstance(picked, Node) and picked in self._picks:
             given["indices"] = self._picks[picked]
         cost.output.add(result[0], getattr(torch.ops.kimigraph, name)(**given)[0])
+
+    def _experts(self, node: Node, result: tuple[torch.Tensor, ...]) -> None:
+        path = module_path(node)
+        cost, given = self.costs.setdefault(path, LayerCost(path)), self._bound(node)
+        if node not in self._packed:
+            weights = {name: given[name] for name in ("gate_up", "down")}
+            self._packed[node] = {name: torch.ops.kimigraph.mxfp4_quantize(one) for name, one in weights.items()}
+            for name, one in weights.items():
+                cost.noise.setdefault("experts", Noise()).add(one, mxfp4_dequantize(self._packed[node][name]))
+        cost.experts.add(result[0], torch.ops.kimigraph.moe_experts(**{**given, **self._packed[node]})[0])
 
 
 def _visible(given: Mapping[str, Any], picks: torch.Tensor) -> torch.Tensor:

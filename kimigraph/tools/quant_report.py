@@ -8,7 +8,7 @@ import torch
 from torch.fx import Interpreter
 
 from kimigraph.capture import capture, load_source
-from kimigraph.ir.cache_formats import cache_bill, given_to
+from kimigraph.ir.cache_formats import cache_bill, experts_bill, given_to
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.policy import Policy, policy_of
@@ -52,9 +52,9 @@ class Final:
 def quant_report(source: str, config: CompileConfig, steps: int, notify: Callable[[str], None]) -> dict[str, Any]:
     """The document of ``config.policy`` on ``source``: layers, final distribution, memory, what is out of tolerance.
 
-    The plain program runs over seeded prompts; at each indexer and attention the policy's operators run on the same
-    values. Beside it the quantised program runs over the same prompts from caches of its own. UsageError for a policy
-    that quantises nothing, or a model in which it finds nothing.
+    The plain program runs over seeded prompts; at each indexer, attention and block of experts the policy's operators
+    run on the same values. Beside it the quantised program runs over the same prompts from caches of its own.
+    UsageError for a policy that quantises nothing, or a model in which it finds nothing.
     """
     policy = policy_of(config.policy)
     if not policy.quantises:
@@ -65,7 +65,9 @@ def quant_report(source: str, config: CompileConfig, steps: int, notify: Callabl
     captured = capture(model, config)
     plain, quantised, remarks = _both(captured, config)
     prompts = Prompts(model, captured, steps, config.seed)
-    probe, final = LayerProbe(plain, quantised.inputs, policy), Final()
+    records = quantised.info["quantization"]
+    packed = {str(record["module"]) for record in records if record["role"] == "experts"}
+    probe, final = LayerProbe(plain, quantised.inputs, policy, packed), Final()
     _run(prompts, (plain, probe), (quantised, Interpreter(quantised.graph_module)), final, notify)
     document: dict[str, Any] = {
         "source": model.name,
@@ -77,7 +79,7 @@ def quant_report(source: str, config: CompileConfig, steps: int, notify: Callabl
         "steps": prompts.steps,
         "layers": _layers(plain, quantised, probe.costs, policy),
         "final": final.document(),
-        "memory": cache_bill(quantised.inputs),
+        "memory": {**cache_bill(quantised.inputs), **experts_bill(records)},
         "tolerance": asdict(policy.tolerance),
         "not_done": [remark.message for remark in remarks if remark.kind == "missed"],
     }
@@ -150,16 +152,17 @@ def _layers(
         noise = cost.noise.get(role, Noise())
         before, after = _token_bytes(record, specs, packed)
         form = policy.format_of(role)
+        lost = {"latent": cost.output, "experts": cost.experts}.get(role)
         rows.append(
             {
-                "layer": module,
+                "layer": module.removesuffix(".gate"),
                 "role": role,
                 "format": str(form) if form.quantises else record["format"],
                 "bytes_per_token": after,
                 "bytes_per_token_before": before,
                 "sqnr_db": noise.decibels,
                 "recall": cost.recall if role == "index_key" else None,
-                "output_error": cost.output.relative if role == "latent" else None,
+                "output_error": None if lost is None else lost.relative,
             }
         )
     return rows

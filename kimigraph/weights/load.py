@@ -10,6 +10,7 @@ from kimigraph.ir.errors import UsageError
 from kimigraph.ir.program import InputSpec
 from kimigraph.weights.checkpoint import Checkpoint
 from kimigraph.weights.layout import Layout
+from kimigraph.weights.packed import PackedTensors
 from kimigraph.weights.plan import Copy, Wanted, make_plan
 
 Target = Callable[[str], Tensor]
@@ -44,8 +45,12 @@ def read_weights(
     layout: Layout,
     device: torch.device | str = "cpu",
     watch: Watch = unwatched,
+    packed: Mapping[str, str] | None = None,
 ) -> dict[str, Tensor]:
     """The tensors that ``specs`` describe, by source name, made on ``device`` in the strides of the specs.
+
+    ``packed`` gives sources other names under which they may come in the bytes of ``mxfp4_quantize``: those that the
+    checkpoint holds in MXFP4 are read so, byte by byte, under these names.
 
     Published tensors that the specs do not ask for are left: a program needs not all of its model. Errors as in
     ``load_module``.
@@ -59,6 +64,7 @@ def read_weights(
         wanted[spec.source] = Wanted(spec.shape, getattr(torch, spec.dtype), aliases)
     described = {spec.source: spec for spec in specs}
     tensors: dict[str, Tensor] = {}
+    codes = PackedTensors(packed or {}, described, device)
 
     def target(name: str) -> Tensor:
         if name not in tensors:
@@ -67,8 +73,8 @@ def read_weights(
             tensors[name] = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
         return tensors[name]
 
-    _fill(directory, layout, wanted, target, False, watch)
-    return tensors
+    _fill(directory, layout, wanted, target, False, watch, codes)
+    return tensors | codes.tensors
 
 
 def _fill(
@@ -78,16 +84,20 @@ def _fill(
     target: Target,
     strict: bool,
     watch: Watch,
+    packed: PackedTensors | None = None,
 ) -> None:
     checkpoint = Checkpoint.open(directory)
     plan = make_plan(checkpoint, layout, wanted, strict)
     plan.check(checkpoint)
+    if packed is not None:
+        packed.choose(plan.copies)
     done, total = 0, plan.total
     watch(done, total)
     with torch.no_grad():
         for copy in plan.copies:
-            region = _region(target(copy.name), copy)
-            region.copy_(_values(copy, region))
+            if packed is None or not packed.take(copy):
+                region = _region(target(copy.name), copy)
+                region.copy_(_values(copy, region))
             done += copy.stored.end - copy.stored.begin
             watch(done, total)
         if strict:

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from kimigraph.passes.algebra.delta_rule import squared
 from kimigraph.passes.algebra.frames import Frame, Operand, operand, require_layout
 from kimigraph.passes.algebra.match import Match
-from kimigraph.passes.algebra.nodes import COPIES, is_cast, is_view, packet, rank, shape
+from kimigraph.passes.algebra.nodes import COPIES, dtype, is_cast, is_view, packet, rank, shape
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.unify import Leaf, Number, Op, Pattern, Sum, find
 
@@ -48,6 +49,16 @@ def neighbours_of(core: Node, sizes: dict[str, int]) -> Neighbours:
     return Neighbours(core, None, None, None, ())
 
 
+def returned_as(node: Node, returned: torch.dtype | None) -> Node:
+    """The node whose uses the operator takes: ``node``, or the cast of it to the type that the operator returns."""
+    while dtype(node) != returned:
+        users = list(node.users)
+        if len(users) != 1 or not (is_cast(users[0]) or is_view(users[0])):
+            raise Refused(f"the result is used as {dtype(node)}, kda_decode returns {returned}", node)
+        node = users[0]
+    return node
+
+
 def _following(core: Node) -> Iterator[Node]:
     """The products that a read-out goes into, near ones first."""
     level, seen = [core], {core}
@@ -75,7 +86,8 @@ def _matched(pattern: Pattern, node: Node, core: Node, sizes: dict[str, int]) ->
 
 
 def _operands(match: Match, node: Node, sizes: dict[str, int], axes: str) -> Neighbours:
-    strides = {"b": sizes["h"] * sizes["v"], "h": sizes["v"], "v": 1}
+    row = sizes["h"] * sizes["v"]
+    strides = {"b": sizes["s"] * row, "s": row, "h": sizes["v"], "v": 1}
     for leaf in match.leaves["o"]:
         require_layout("the read-out", leaf, {axis: strides[axis] if sizes[axis] > 1 else 0 for axis in strides})
     gate = weight = None

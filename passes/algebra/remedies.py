@@ -24,6 +24,15 @@ REMEDIES: tuple[tuple[str, str], ...] = (
     (r"the weights are used \d+ times", "return or reuse the attention's output instead of its weights"),
     (r"the weights go into", "multiply the softmax with the values directly (no dropout, no rescaling in between)"),
     (rf"{_WORD} is used elsewhere, by {_WORD}", "read {0} in this step only; let {1} read it in the next one"),
+    # States that are logged
+    (
+        r"its gate and norms are computed before it|comes from .*, not from a short_conv",
+        "write convolution, gate and norms of the layer as kimi_k31 does, and leave marks and raise-kda on",
+    ),
+    (
+        r"a state is no input of|is used elsewhere, or not replaced by|is read behind its write|is taken \d+ times",
+        "read each recurrent state in its layer alone, and replace it once, with what the layer returns",
+    ),
     # Routed experts
     (
         r"the router's top-k takes",
@@ -65,7 +74,7 @@ REMEDIES: tuple[tuple[str, str], ...] = (
     ),
     # Norms
     (
-        r"the root does not scale what was squared",
+        r"the root does not scale what was squared|the root is not that of a mean of squares",
         "multiply the tensor itself by the reciprocal root of its mean square",
     ),
     (
@@ -259,6 +268,10 @@ REMEDIES: tuple[tuple[str, str], ...] = (
     (
         r"are no multiple of the tile|are more than one group of|have no Hadamard rotation",
         "choose another group, or no rotation, for that role in a policy file",
+    ),
+    (
+        r"is no weight of the model as it lies|is read by .*, too|into words of MXFP4|the experts' rows are float16",
+        "give experts whole weights of their own in bfloat16, rows of a multiple of 32, or keep the role in the policy",
     ),
     (
         r"its keys are computed from the cache",

@@ -26,13 +26,15 @@ TOLERANCE = 1e-5
 """Of the sum of magnitudes: checksums in fp32."""
 MODELS = ("kimi_k31", "glm5_next", "deepseek_v32")
 UNCHANGING = {
+    "log-states",
     "page-caches",
     "fuse-indexer-attention",
     "insert-quantization",
+    "interleave-halves",
     "split-indexer-prolog",
     "verify-schedule",
 }
-"""There are no pages and there is no policy, merging a prolog is faster, and the last only looks."""
+"""There are no drafts, no pages, no policy and no half-batches, merging a prolog is faster, and the last only looks."""
 CHANGED = {
     "kimi_k31": set(BUILT_IN) - UNCHANGING,
     "glm5_next": set(BUILT_IN) - UNCHANGING - {"raise-attention-residual"},

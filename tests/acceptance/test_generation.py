@@ -18,6 +18,7 @@ from kimigraph.generator import Generator
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
 from kimigraph.runtime.generation import PagedSlots, Sampling
+from kimigraph.runtime.sequence import PoolExhaustedError
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "k31_tiny"
@@ -93,6 +94,26 @@ def test_a_sequence_alone_is_the_same_in_any_batch(generator: Generator) -> None
     assert set(generator.programs.reports) == {(1, 1), (3, 1), (1, 8)}
 
 
+def test_prompts_of_every_length_take_the_same_programs(generator: Generator) -> None:
+    """Read in pieces, each gives the token that it gives read token by token."""
+    prompt = torch.randint(3, 256, (39,), generator=torch.Generator().manual_seed(4)).tolist()
+    wanted = [int(logits.argmax()) for logits in logits_of(generator, prompt)]
+    for length in range(1, 40):
+        (done,) = generator.generate([prompt[:length]], Sampling(max_new_tokens=1, stop_ids=()))
+        assert done.tokens == (wanted[length - 1],), length
+    assert set(generator.programs.reports) == {(1, 1), (3, 1), (1, 8)}
+
+
+def test_all_programs_together_hold_each_weight_once(generator: Generator) -> None:
+    """Programs take some weights side by side, each in its own way: at most 1.1 times the checkpoint in all."""
+    programs = generator.programs
+    tensors = [tensor for key in programs.reports for tensor in programs.executor(*key).bound.values()]
+    places = [tensor.untyped_storage() for tensor in (*tensors, *programs.weights.values())]
+    storages = {place.data_ptr(): place.nbytes() for place in places}
+    size = sum(tensor.nbytes for tensor in programs.weights.values())
+    assert size <= sum(storages.values()) <= 1.1 * size
+
+
 @pytest.fixture(scope="module")
 def paged(tmp_path_factory: pytest.TempPathFactory) -> Generating[Generator]:
     """The same model over pages, too few for three sequences of full length; free ones are NaN."""
@@ -135,6 +156,28 @@ def test_pages_and_forks_say_what_rows_say(generator: Generator, paged: Generato
         assert tuple(made[number]) == wanted[1].tokens
         assert all(tuple(made[fork]) == wanted[1].tokens[-len(made[fork]) :] for fork in forks) and len(forks) == 2
     assert paged.engine.slots.cache.free_pages == 9
+
+
+def test_exhaustion_loses_no_sequence(generator: Generator, paged: Generator) -> None:
+    """Forks until slots or pages run out: the error says what is short, and every sequence ends as it does alone."""
+    sampling = Sampling(max_new_tokens=6, stop_ids=())
+    wanted = [done.tokens for done in generator.generate(PROMPTS, sampling)]
+    for each, what in ((generator, "slot"), (paged, "page")):
+        long = Sampling(max_new_tokens=24, stop_ids=())
+        numbers = [each.submit(prompt, sampling) for prompt in PROMPTS]
+        made: dict[int, list[int]] = {number: [] for number in numbers}
+        told = 0
+        while each.engine.busy:
+            for event in each.step():
+                made.setdefault(event.number, []).append(event.token or 0)
+            running = [number for number in numbers if made[number] and len(made[number]) < 6]
+            for number in running:
+                try:
+                    each.abort(each.fork(number, long))
+                except PoolExhaustedError as error:
+                    assert what in str(error) or "slot" in str(error)
+                    told += 1
+        assert told and [tuple(made[number]) for number in numbers] == wanted
 
 
 @pytest.mark.parametrize("fixture", ["generator", "paged"])

@@ -29,7 +29,9 @@ def test_version_names_the_package() -> None:
     assert done.returncode == 0 and done.stdout.startswith("kimigraph ")
 
 
-@pytest.mark.parametrize("command", [[], ["compile"], ["run"], ["passes"], ["passes", "show"], ["dumps", "diff"]])
+@pytest.mark.parametrize(
+    "command", [[], ["compile"], ["run"], ["passes"], ["passes", "show"], ["dumps", "diff"], ["export", "onnx"]]
+)
 def test_help_needs_none_of_the_heavy_packages(command: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", BLOCK, *command, "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

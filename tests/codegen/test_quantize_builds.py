@@ -1,4 +1,5 @@
-"""What sm_90a's compiler makes of the quantisers and of the MXFP8 writers and indexers: no spills, wide loads."""
+"""What sm_90a's compiler makes of the quantisers, the MXFP8 writers and indexers and the MXFP4 experts: no spills, wide
+loads."""
 
 import json
 import subprocess
@@ -75,6 +76,22 @@ def writer(rotation):
     return KernelRequest("index_key_write", tensors, attributes, TARGET)
 
 
+def experts(tokens, width=1152, inner=1024, count=256):
+    tensors = {
+        "x": tensor(tokens, width),
+        "logits": tensor(tokens, count, dtype="float32"),
+        "bias": tensor(count, dtype="float32"),
+        "gate_up": tensor(count, 2 * inner, width // 32 * 17, dtype="uint8"),
+        "down": tensor(count, width, inner // 32 * 17, dtype="uint8"),
+        "norm_weight": tensor(width),
+        "up": tensor(2 * width, width),
+        **dict.fromkeys(("shared_gate", "shared_up", "shared_down", "residual")),
+    }
+    attributes = {"picks": 8, "renormalize": True, "scale": 1.0, "groups": 1, "group_picks": 1, "eps": 1e-5}
+    attributes |= {"activation": "situ", "beta": 4.0, "linear_beta": 25.0, "limit": None}
+    return KernelRequest("moe_experts", tensors, attributes, TARGET)
+
+
 def quantiser(name, *shape, **attributes):
     return KernelRequest(name, {"x": tensor(*shape)}, attributes, TARGET)
 
@@ -90,6 +107,8 @@ REQUESTS = {
     "latents": latents(),
     "writer": writer(None),
     "writer_rotates": writer("hadamard"),
+    "experts": experts(1),
+    "experts_listed": experts(64),
 }
 
 
@@ -135,6 +154,19 @@ def test_little_is_spilled(built, name):
 def test_input_is_read_16_bytes_at_a_time(built, name):
     loads = [line for line in instructions(built, f"{name}.quantize_groups").splitlines() if "LDG" in line]
     assert loads and all(".128" in line for line in loads)
+
+
+def test_a_code_of_e4m3_is_not_read_by_the_kernel_that_made_it(built):
+    """What ptxas 12.8 makes of that has a register in it that nobody wrote."""
+    for stem in ("indexer_prompt.real_queries", "plain_indexer.score_keys"):
+        assert "F2FP.SATFINITE.E4M3" not in instructions(built, stem)
+
+
+@pytest.mark.parametrize("name", ["experts.open_packed", "experts.close_packed", "experts_listed.open_groups"])
+def test_codes_of_mxfp4_come_16_bytes_at_a_time_and_become_bf16_two_by_two(built, name):
+    code = instructions(built, name)
+    assert "LDGSTS.E.BYPASS.128" in code and "HMUL2.BF16" in code and "HGMMA" in code
+    assert "LDL" not in code and "F2FP.BF16.F32" not in code.split("HGMMA")[0]
 
 
 def test_the_plain_mxfp8_indexer_multiplies_in_bf16(built):

@@ -38,6 +38,8 @@ cases_of("lightning_indexer_hopper")
 cases_of("lightning_indexer_packed")
 ATTENTION_LAYOUTS = cases_of("attention_layouts")
 PREFILL = cases_of("kda_prefill", without=("test_split_anywhere",))  # a build a length: see the cut at every token
+cases_of("rows")
+cases_of("reported_faults")
 cases_of("short_conv")
 cases_of("attention_residual")
 
@@ -174,6 +176,19 @@ def test_prefill_at_width(kernel, lengths, raw, lower_bound):
         floor=lower_bound,
     )  # fmt: skip
     PREFILL.check(kernel, "cuda", operands, PREFILL.attributes_of("vk", lower_bound))
+
+
+@pytest.mark.parametrize("tokens", [64, 33])
+def test_prefill_of_operands_that_lie_channel_by_channel(kernel, tokens):
+    """As a convolution over [B, C, T] leaves them: no tile of such rows can be copied as it lies."""
+    operands = PREFILL.operands_of(
+        5, tokens=tokens, batch=1, key_dim=128, value_dim=128, layout="vk", dtype=torch.bfloat16, raw=True
+    )
+    for name in ("q", "k", "v"):
+        given = operands[name]
+        operands[name] = given.flatten(2).mT.contiguous().mT.unflatten(2, given.shape[2:])
+        assert operands[name].stride(1) == 1
+    PREFILL.check(kernel, "cuda", operands, PREFILL.attributes_of("vk", None))
 
 
 def test_prefill_keeps_sequences_apart(kernel):

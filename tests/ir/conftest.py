@@ -115,6 +115,8 @@ def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         }
     if name == "fp8_quantize":
         return (new(batch, tokens, heads, width),), {"tile": (32, width, 3)[seed % 3], "scales": _SCALES[seed % 2]}
+    if name == "mxfp4_quantize":
+        return (new(batch, heads, 32 * tokens),), {}
     if name == "hadamard_rows":
         return (new(8 * heads, width),), {"width": (8, 4, 1)[seed % 3]}
     if name == "short_conv":
@@ -134,8 +136,13 @@ def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
             "l2_norm": seed % 2 == 0,
             "state_layout": layout,
         }
-    assert name == "kda_decode"
     channels = heads * (2 * width + value)
+    if name == "kda_replay":
+        layers, columns = 1 + seed % 2, taps - 1 + seed % 2
+        records = [new(layers, batch, tokens, heads, size) for size in (width, width, value)]
+        states = (new(layers, *state.shape), new(layers, batch, channels, columns))
+        accepted = torch.arange(batch, dtype=torch.int32) % (tokens + 1)
+        return (*states, *records, new(layers, batch, tokens, channels), accepted), {"state_layout": layout}
     gate = new(batch, tokens, heads, width) if seed % 2 else new(batch, tokens, heads * width)
     last = (new(batch, tokens, heads, value), new(value)) if seed % 3 else (None, None)
     if seed % 4 == 3:
@@ -143,6 +150,12 @@ def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     operands = (new(batch, tokens, channels), new(channels, taps), new(batch, channels, taps - 1 + seed % 2), gate)
     gates = (new(heads * width), torch.rand(1, 1, heads, 1), new(batch, tokens, heads))
     bound = -5.0 if seed % 2 else None
+    if name != "kda_decode":
+        operands, last = (*operands[:3], new(batch, tokens, heads * width)), last[:2]
+        records = [new(batch, tokens, heads, size) for size in (width, width, value)]
+        if name == "kda_verify_states":
+            records = [new(batch, tokens, *state.shape[1:])]
+        last = (*records, new(batch, tokens, channels), *last)
     return (*operands, *gates, state, *last), {"scale": 0.5, "lower_bound": bound, "state_layout": layout}
 
 

@@ -66,6 +66,7 @@ def test_codes_of_another_float8_are_refused():
 
 
 def test_every_scale_byte_and_its_inverse():
+    """G2: byte 0 is 2 ** -127 and no zero, 255 is NaN."""
     bytes_ = torch.arange(256, dtype=torch.uint8)
     scales, inverses = from_e8m0(bytes_).tolist(), inverse_e8m0(bytes_).tolist()
     for byte in range(255):
@@ -88,6 +89,7 @@ def test_scales_at_and_around_every_step(rounding):
 
 
 def test_scales_of_what_is_no_number_and_of_nothing():
+    """G5."""
     groups = torch.tensor([[0.0, -0.0], [math.nan, 1.0], [1.0, -math.nan], [math.inf, 1.0], [math.inf, math.nan]])
     assert e8m0_scales(groups, "rceil").tolist() == [0, 255, 255, 254, 255]
     assert e8m0_scales(groups, "floor").tolist() == [0, 255, 255, 247, 255]

@@ -65,3 +65,17 @@ def test_where_rceil_differs_the_exact_scale_is_the_larger_one():
     _, their_scales = theirs(values, "rceil", 1)
     assert torch.equal(scales[:, 0].int(), exponents.int() + 128)
     assert (their_scales <= scales).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["random", "all exponents", "huge", "zero"])
+def test_mxfp4_has_the_same_bytes(kind, dtype):
+    """Two codes a byte, the first below, under the scales of section 6.3."""
+    values = data(kind, 640).to(dtype)
+    their_scales, their_codes = mx_tensor.to_mx(
+        values, torch.float4_e2m1fn_x2, 32, mx_tensor.ScaleCalculationMode.FLOOR
+    )
+    plane = torch.ops.kimigraph.mxfp4_quantize(values).flatten()
+    codes, scales = plane.split([64 * 320, 64 * 20])
+    assert torch.equal(scales.view(64, 20), their_scales.view(torch.uint8))
+    assert torch.equal(codes.view(64, 320), their_codes.view(torch.uint8))

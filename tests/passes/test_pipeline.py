@@ -17,6 +17,7 @@ from kimigraph.passes.options import describe_options
 FUSING = [
     "canonicalize",
     "raise-kda",
+    "log-states",
     "raise-attention-residual",
     "raise-cache-writes",
     "raise-norms",
@@ -27,7 +28,7 @@ FUSING = [
     "fuse-indexer-attention",
     "insert-quantization",
 ]
-MERGING = [*FUSING, "split-indexer-prolog", "merge-horizontal", "fuse-pointwise", "merge-regions"]
+MERGING = [*FUSING, "interleave-halves", "split-indexer-prolog", "merge-horizontal", "fuse-pointwise", "merge-regions"]
 ALL = [*MERGING, "assign-streams", "plan-memory", "verify-schedule"]
 
 

@@ -59,3 +59,19 @@ def test_beyond_the_tolerance_it_names_the_layer_and_exits_with_3(tmp_path):
 def test_what_it_cannot_report_on(policy, complaint):
     result = invoke("--policy", policy)
     assert result.exit_code == 2 and complaint in result.stderr
+
+
+def test_packed_experts(tmp_path):
+    """The weights' noise, what the experts' results lose, and the bytes; nothing else changes."""
+    policy = tmp_path / "packed.toml"
+    policy.write_text('[roles]\nexperts = "mxfp4"\n')
+    result = invoke("--policy", str(policy), "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert {row["role"] for row in document["layers"]} == {"experts"} and len(document["layers"]) == 3
+    for row in document["layers"]:
+        assert row["format"] == "mxfp4 group 32" and row["layer"].endswith("block_sparse_moe")
+        assert 16 < row["sqnr_db"] < 24 and 0.02 < row["output_error"] < 0.3
+    memory = document["memory"]
+    assert memory["experts_bytes"] * 128 == memory["experts_bytes_unpacked"] * 17 and memory["experts_bytes"] > 0
+    assert document["final"]["logits_error"] > 0

@@ -16,8 +16,9 @@ behind the weighted sum: the norm is not linear.
 
 Shapes: x [N, D]; logits [N, E]; bias [E]; gate_up [E, 2 I, D]; down [E, D, I]; norm_weight [D]; up [d, D];
 shared_gate and shared_up [N, J]; shared_down [d, J]; residual [N, d]; d = D without ``up``. Logits and bias in fp32,
-the rest in one float type. Arithmetic in fp32, one rounding. Returns (out [N, d] in the type of x, the chosen experts
-int32 [N, picks] in the order of the choice).
+the rest in one float type; gate_up and down also as MXFP4, both, in the bytes of ``mxfp4_quantize`` (uint8 [E, 2 I,
+17 D / 32] and [E, D, 17 I / 32]). Arithmetic in fp32, one rounding. Returns (out [N, d] in the type of x, the chosen
+experts int32 [N, picks] in the order of the choice).
 
 Source: the Kimi K3 technical report, equation 11, and the router of DeepSeek-V3. Errors: none at run time; the fake
 implementation raises ValueError for operands that do not fit each other, more picks than experts and an unknown
@@ -30,6 +31,7 @@ from torch import Tensor
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
 from kimigraph.ir.operators.shapes import check
 from kimigraph.ir.reference.moe_experts import moe_experts
+from kimigraph.ir.reference.mxfp4 import GROUP, ROW_BYTES, mxfp4_columns
 
 ACTIVATIONS = ("swiglu", "situ")
 _NAME = "moe_experts"
@@ -59,13 +61,15 @@ def _fake(
     limit: float | None = None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
+    packed = _packed(gate_up, down)
+    inner = gate_up.shape[1] // 2
     sizes = check(
         _NAME,
         x=(x, "N D"),
         logits=(logits, "N E"),
         bias=(bias, "E"),
-        gate_up=(gate_up, "E II D"),
-        down=(down, f"E D {gate_up.shape[1] // 2}"),
+        gate_up=(gate_up, f"E II {_row(x.shape[-1], packed)}" if packed else "E II D"),
+        down=(down, f"E D {_row(inner, packed)}"),
         norm_weight=(norm_weight, "D"),
         up=(up, "d D"),
         shared_gate=(shared_gate, "N J"),
@@ -79,6 +83,21 @@ def _fake(
     _check_choice(sizes["E"], picks, groups, group_picks)
     outer = sizes["D"] if up is None else sizes["d"]
     return x.new_empty(sizes["N"], outer), logits.new_empty(sizes["N"], picks, dtype=torch.int32)
+
+
+def _packed(gate_up: Tensor, down: Tensor) -> bool:
+    """Whether the experts' weights are MXFP4."""
+    packed = {tensor.dtype == torch.uint8 for tensor in (gate_up, down)}
+    if len(packed) > 1:
+        raise ValueError(f"{_NAME}: gate_up is {gate_up.dtype} and down {down.dtype}, want MXFP4 for both or neither")
+    return packed.pop()
+
+
+def _row(columns: int, packed: bool) -> int:
+    """Elements of a row of weights."""
+    if packed and columns % GROUP:
+        raise ValueError(f"{_NAME}: rows of {columns} are no MXFP4, want a multiple of {GROUP}")
+    return columns // GROUP * ROW_BYTES if packed else columns
 
 
 def _check_operands(
@@ -119,6 +138,8 @@ def _cost(
 ) -> Cost:
     (tokens, width), experts = x.shape, logits.shape[1]
     inner, pairs = down.shape[2], tokens * picks
+    if down.dtype == torch.uint8:
+        inner = mxfp4_columns(inner)
     # Under uniform routing an expert is left alone by all tokens with this likelihood.
     busy = experts * (1.0 - (1.0 - picks / experts) ** tokens)
     weights = round(busy / experts * nbytes(gate_up, down))

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kimigraph.ir.reference.mxfp4 import mxfp4_dequantize
+
 
 def moe_experts(
     x: Tensor,
@@ -38,9 +40,9 @@ def moe_experts(
     routed = torch.zeros_like(x, dtype=torch.float32)
     for expert in chosen.unique().tolist():
         token, place = (chosen == expert).nonzero(as_tuple=True)
-        gate, linear = (x[token].float() @ gate_up[expert].float().t()).chunk(2, dim=1)
+        gate, linear = (x[token].float() @ real_weight(gate_up[expert]).t()).chunk(2, dim=1)
         hidden = gated(gate, linear, activation, beta, linear_beta, limit) * weights[token, place, None]
-        routed[token] += hidden @ down[expert].float().t()
+        routed[token] += hidden @ real_weight(down[expert]).t()
     out = routed
     if norm_weight is not None:
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
@@ -52,6 +54,11 @@ def moe_experts(
     if residual is not None:
         out = out + residual.float()
     return out.to(x.dtype), chosen.to(torch.int32).clone(memory_format=torch.contiguous_format)
+
+
+def real_weight(weight: Tensor) -> Tensor:
+    """A weight in fp32: of a float type, or MXFP4 in bytes."""
+    return mxfp4_dequantize(weight) if weight.dtype == torch.uint8 else weight.float()
 
 
 def choose_experts(choice: Tensor, picks: int, groups: int, group_picks: int) -> Tensor:

@@ -1,5 +1,6 @@
 """``insert-quantization``: units as a whole or not at all, what a policy leaves alone, what does not fit."""
 
+import operator
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from kimigraph.ir.cache_formats import cache_bill, given_to, left_in
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.operators import OPERATORS
+from kimigraph.ir.reference.mxfp4 import mxfp4_rounded
 from kimigraph.ir.script import make_inputs
 from kimigraph.ir.verifier import verify
 from kimigraph.passes import PassContext, Pipeline, run_pipeline
@@ -232,3 +234,51 @@ def test_bytes_of_a_token(quantise):
         "cache_bytes_per_token": 32 + 4 + 32 + 32 + 1,
         "cache_bytes_per_token_bf16": 2 * (32 + 16 + 32),
     }
+
+
+PACKED = '[roles]\nexperts = "mxfp4"\n'
+
+
+def test_experts_are_packed_when_they_are_bound(quantise, fused):
+    """Alone, without a cache that changes; a second run does nothing; the graph computes what MXFP4 leaves."""
+    program, record = quantise(PACKED)
+    packs, experts = calls(program, "mxfp4_quantize"), calls(program, "moe_experts")
+    assert len(packs) == 2 * len(experts) == 6 and all(node.meta["prepared"] for node in packs)
+    assert program.inputs == fused.inputs
+    for node in experts:
+        assert node.args[3] in packs and node.args[4] in packs and node.meta["selects"]
+    assert [remark.kind for remark in record.result.remarks] == ["passed"] * 3 + ["note"] * 3
+    assert {item["role"] for item in program.info["quantization"]} == {"experts"}
+    assert not quantise(PACKED, program)[1].result.modified
+    verify(program)
+    tensors = make_inputs(fused.inputs, {}, 3)
+    named = {spec.source: tensor for spec, tensor in zip(fused.inputs, tensors, strict=True)}
+    rounded = {
+        name: mxfp4_rounded(tensor) if name.endswith(("experts.gate_up_proj", "experts.down_proj")) else tensor
+        for name, tensor in named.items()
+    }
+    for found, wanted in zip(outputs(program, named), outputs(fused, rounded), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_that_cannot_be_packed_stay(quantise, fused):
+    program = fused.copy()
+    first, second, _ = calls(program, "moe_experts")
+    graph = program.graph_module.graph
+    with graph.inserting_after(second):
+        twin = graph.node_copy(second)  # reads the same weights
+    with graph.inserting_after(twin):
+        result = graph.call_function(operator.getitem, (twin, 0))
+    twin.meta, result.meta = dict(second.meta), {"val": second.meta["val"][0]}
+    weight = first.args[4]
+    with graph.inserting_before(first):
+        doubled = graph.call_function(torch.ops.aten.mul.Tensor, (weight, 2.0))
+    doubled.meta = {"val": weight.meta["val"]}
+    first.update_arg(4, doubled)
+    graph.output_node().args = ((*graph.output_node().args[0], result),)
+    program.outputs = (*program.outputs, replace(program.outputs[0], name=result.name, source="twin"))
+    program, record = quantise(PACKED, program)
+    missed = [remark.message for remark in record.result.remarks if remark.kind == "missed"]
+    assert len(missed) == 3 and len(calls(program, "mxfp4_quantize")) == 2
+    assert "down is no weight of the model as it lies" in missed[0]
+    assert all("gate_up is read by" in text for text in missed[1:])
