@@ -186,7 +186,7 @@ def test_greedy_tokens_in_batches_of_one_to_eight(cache: None, rows: int, drafts
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("draft", ["ngram", str(EXAMPLE)])
+@pytest.mark.parametrize("draft", ["ngram", pytest.param(str(EXAMPLE), marks=pytest.mark.slow)])
 def test_the_command_tells_what_drafts_were_worth(cache: None, draft: str) -> None:
     command = ["generate", str(EXAMPLE), "--prompt-ids", "9,9,9,9,9,9,9,9", "--max-new-tokens", "12", "--no-stop"]
     command += ["--context", str(CONTEXT), "--target", "cpu:reference", "--set", "num_hidden_layers=4", "--json"]

@@ -123,6 +123,7 @@ def test_what_cannot_be_is_refused_with_a_remedy(cli: Any, arguments: list[str],
     assert (done.exit_code, message in done.stderr) == (code, True), done.stderr
 
 
+@pytest.mark.slow
 def test_a_model_in_bf16_is_exported_in_fp32_and_says_so(cli: Any, tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "k31_tiny" / "config.json"
     (tmp_path / "model").mkdir()

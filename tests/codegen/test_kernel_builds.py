@@ -273,7 +273,7 @@ SPILLS = {  # bytes a thread
     "attention_warps_b64": 48,
     "attention_warps_dense_fp8": 48,
     "residual_many_9": 40,  # two programs a multiprocessor are worth more
-    "kda_kv": 128,
+    "kda_kv": 144,
     "kda_four_tokens": 64,
     "kda_gluon_b1": 48,
     "kda_gluon_b64": 48,
