@@ -32,7 +32,7 @@ from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.policy import policy_of
 from kimigraph.ir.program import CapturedProgram, InputSpec
-from kimigraph.ir.reference.mxfp4 import mxfp4_rounded
+from kimigraph.ir.reference.mxfp4_quantize import mxfp4_rounded
 from kimigraph.passes import PassContext, default_pipeline, run_pipeline
 from kimigraph.runtime.executor import Executor, device_of
 from kimigraph.selections import RoundingInterpreter, Selections, check_selections, score_errors, with_selections

@@ -97,8 +97,11 @@ def _packed(request: KernelRequest) -> bool:
 
 
 def finish_tile(experts: Experts) -> Tile:
-    """The last launch: lanes for one token, else tiles of 16 tokens, by matrix units where the type allows."""
-    if experts.tokens == 1:
+    """The last launch: lanes for one token, else tiles of 16 tokens, by matrix units where the type allows.
+
+    Without shared experts lanes spill kilobytes (the compiler unrolls the only product that is left).
+    """
+    if experts.tokens == 1 and experts.shared:
         return Tile(4, 1024, 4, lines=1)
     return Tile(32, 64, 4, 4, 16, dot=True)
 

@@ -14,7 +14,7 @@ from kimigraph.bench.kernels import kernel_for
 from kimigraph.bench.protocol import relative_error, require_gpu, time_in_graph
 from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.reference.moe_experts import choose_experts, gated
-from kimigraph.ir.reference.mxfp4 import mxfp4_dequantize, mxfp4_quantize
+from kimigraph.ir.reference.mxfp4_quantize import mxfp4_dequantize, mxfp4_quantize
 
 WIDTH, INNER, OUTER, EXPERTS, PICKS = 1152, 1024, 2304, 256, 8
 FEW = 8  # tokens up to which what follows the experts is part of the operator, as the compiler has it

@@ -15,7 +15,7 @@ from kimigraph.ir.data_sets import STEPS, DataSet, data_sets, make_data, run_ste
 from kimigraph.ir.errors import NumericsError
 from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.program import CapturedProgram, InputSpec
-from kimigraph.ir.reference.mxfp4 import mxfp4_rounded
+from kimigraph.ir.reference.mxfp4_quantize import mxfp4_rounded
 from kimigraph.ir.remarks import PassResult
 from kimigraph.ir.reproduce import apart
 from kimigraph.passes import Instrument, Pass, Pipeline

@@ -16,7 +16,7 @@ from kimigraph.ir.operators.shapes import capacity
 from kimigraph.ir.policy import Policy
 from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.ir.provenance import module_path
-from kimigraph.ir.reference.mxfp4 import mxfp4_dequantize
+from kimigraph.ir.reference.mxfp4_quantize import mxfp4_dequantize
 from kimigraph.ir.schemas import bind
 
 ATTENTIONS = ("sparse_attention", "latent_attention")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kimigraph.ir.program import InputSpec
-from kimigraph.ir.reference.mxfp4 import GROUP, ROW_BYTES
+from kimigraph.ir.reference.mxfp4_quantize import GROUP, ROW_BYTES
 from kimigraph.weights.plan import Copy
 from kimigraph.weights.quantized import Mxfp4
 

@@ -8,7 +8,7 @@ import torch
 
 from kimigraph.codegen.templates import mxfp4_weights
 from kimigraph.ir.reference.e8m0 import from_e8m0
-from kimigraph.ir.reference.mxfp4 import E2M1
+from kimigraph.ir.reference.mxfp4_quantize import E2M1
 
 ALL = 0xFFFFFFFF
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kimigraph.ir.reference.moe_experts import moe_experts
-from kimigraph.ir.reference.mxfp4 import mxfp4_quantize
+from kimigraph.ir.reference.mxfp4_quantize import mxfp4_quantize
 
 pytestmark = pytest.mark.gpu
 WIDTH, INNER, OUTER, EXPERTS = 1152, 1024, 2304, 32

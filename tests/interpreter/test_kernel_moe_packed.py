@@ -11,7 +11,7 @@ from kimigraph.codegen.kernel import KernelRequest, TensorSpec
 from kimigraph.codegen.specialize import moe_experts as builder
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.reference.moe_experts import moe_experts
-from kimigraph.ir.reference.mxfp4 import mxfp4_dequantize, mxfp4_quantize
+from kimigraph.ir.reference.mxfp4_quantize import mxfp4_dequantize, mxfp4_quantize
 
 ATTRIBUTES: dict[str, Any] = {
     "picks": 2, "renormalize": True, "scale": 1.3, "groups": 1, "group_picks": 1, "activation": "situ", "beta": 4.0,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kimigraph.ir.preparation import prepare
 from kimigraph.ir.reference.e8m0 import from_e8m0
-from kimigraph.ir.reference.mxfp4 import E2M1, joined_planes, mxfp4_columns, mxfp4_dequantize, mxfp4_quantize
+from kimigraph.ir.reference.mxfp4_quantize import E2M1, joined_planes, mxfp4_columns, mxfp4_dequantize, mxfp4_quantize
 
 
 def quantised(*values):

@@ -14,7 +14,7 @@ from kimigraph.capture import load_source
 from kimigraph.compiler import compile_source
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.manifest import Manifest
-from kimigraph.ir.reference.mxfp4 import joined_planes, mxfp4_dequantize
+from kimigraph.ir.reference.mxfp4_quantize import joined_planes, mxfp4_dequantize
 from kimigraph.run import program_weights
 
 WIDE = {**KIMI, "routed_expert_hidden_size": 64, "moe_intermediate_size": 32}

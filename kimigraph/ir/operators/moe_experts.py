@@ -31,7 +31,7 @@ from torch import Tensor
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
 from kimigraph.ir.operators.shapes import check
 from kimigraph.ir.reference.moe_experts import moe_experts
-from kimigraph.ir.reference.mxfp4 import GROUP, ROW_BYTES, mxfp4_columns
+from kimigraph.ir.reference.mxfp4_quantize import GROUP, ROW_BYTES, mxfp4_columns
 
 ACTIVATIONS = ("swiglu", "situ")
 _NAME = "moe_experts"

@@ -15,7 +15,7 @@ for rows that 32 does not divide.
 import torch
 
 from kimigraph.ir.operators.registry import Cost, Operator, nbytes, register
-from kimigraph.ir.reference.mxfp4 import GROUP, ROW_BYTES, mxfp4_quantize
+from kimigraph.ir.reference.mxfp4_quantize import GROUP, ROW_BYTES, mxfp4_quantize
 
 _NAME = "mxfp4_quantize"
 

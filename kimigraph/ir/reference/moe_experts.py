@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kimigraph.ir.reference.mxfp4 import mxfp4_dequantize
+from kimigraph.ir.reference.mxfp4_quantize import mxfp4_dequantize
 
 
 def moe_experts(

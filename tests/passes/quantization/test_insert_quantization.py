@@ -11,7 +11,7 @@ from kimigraph.ir.cache_formats import cache_bill, given_to, left_in
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.operators import OPERATORS
-from kimigraph.ir.reference.mxfp4 import mxfp4_rounded
+from kimigraph.ir.reference.mxfp4_quantize import mxfp4_rounded
 from kimigraph.ir.script import make_inputs
 from kimigraph.ir.verifier import verify
 from kimigraph.passes import PassContext, Pipeline, run_pipeline
