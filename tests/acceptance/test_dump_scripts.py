@@ -34,10 +34,11 @@ UNCHANGING = {
     "split-indexer-prolog",
     "verify-schedule",
 }
-"""There are no drafts, no pages, no policy and no half-batches, merging a prolog is faster, and the last only looks."""
+"""There are no drafts, no pages, no policy and no half-batches, merging a prolog is faster but for
+glm5_next, and the last only looks."""
 CHANGED = {
     "kimi_k31": set(BUILT_IN) - UNCHANGING,
-    "glm5_next": set(BUILT_IN) - UNCHANGING - {"raise-attention-residual"},
+    "glm5_next": set(BUILT_IN) - UNCHANGING - {"raise-attention-residual"} | {"split-indexer-prolog"},
     "deepseek_v32": set(BUILT_IN) - UNCHANGING - {"raise-attention-residual", "raise-kda"},  # no KDA layer
 }
 RUN_ALL = """
