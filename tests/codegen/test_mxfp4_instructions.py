@@ -53,7 +53,7 @@ def executed(word, factor):
 
 
 @pytest.mark.parametrize(
-    "scale", [0, 127, *(pytest.param(scale, marks=pytest.mark.slow) for scale in (1, 60, 126, 128, 200, 251))]
+    "scale", [127, *(pytest.param(scale, marks=pytest.mark.slow) for scale in (0, 1, 60, 126, 128, 200, 251))]
 )
 def test_every_code_at_every_place(scale):
     half = 0x0040 if scale == 0 else scale << 7
