@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from kimigraph.compiler import compile_source
 from kimigraph.ir.config import CompileConfig
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "k31_tiny")
 
 
+@pytest.mark.slow
 def test_half_batches_on_several_streams_pass_verification(tmp_path: Path) -> None:
     config = CompileConfig(
         target="cpu:reference",

@@ -124,7 +124,8 @@ def test_sixteen_decode_steps_from_empty_caches_equal_the_model(model_type: str,
             named["lengths"] += 1
 
 
-@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=slow)])
+@slow
+@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize(
     "model_type", ["kimi_k31", pytest.param("deepseek_v32", marks=slow), pytest.param("glm5_next", marks=slow)]
 )
