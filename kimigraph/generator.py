@@ -47,6 +47,7 @@ from kimigraph.session import resolve_target
 from kimigraph.weights import Watch, drawn_weight, layout_of, read_weights, unwatched
 
 DRAFT_TOKENS = 4
+"""Drafts of a step at most, where nobody says."""
 CHUNKS = (512, 64, 8)
 """Sizes of the pieces in which prompts are read; what is left over goes token by token."""
 
@@ -98,7 +99,7 @@ class StepPrograms:
 
     def replay_log(self, shape: StateShape, rows: int, tokens: int) -> ReplayLog:
         """Recurrent states of ``rows`` sequences, and a log of ``tokens`` tokens each, folded by a compiled program."""
-        return new_replay_log(shape, rows, tokens, self.target, self.device, self._scratch / "replay", self._graphs)
+        return new_replay_log(shape, rows, tokens, self.target, self.device, self._scratch, self._graphs)
 
     def model(self, batch: int, tokens: int) -> ModelSource:
         """The source of the step of ``batch`` rows by ``tokens`` tokens."""

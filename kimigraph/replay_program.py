@@ -1,5 +1,6 @@
 """The program that folds accepted tokens into the recurrent states of a model: one launch for all layers."""
 
+import tempfile
 from pathlib import Path
 
 import torch
@@ -49,14 +50,14 @@ def new_replay_log(
     directory: Path,
     graphs: GraphMode | None,
 ) -> ReplayLog:
-    """A log for ``rows`` sequences whose fold is compiled for ``target`` into ``directory``, which it makes."""
+    """A log for ``rows`` sequences whose fold is compiled for ``target``, into a folder of its own in ``directory``."""
     holder: list[Executor] = []
 
     def fold(*tensors: Tensor) -> None:
         if not holder:
-            directory.mkdir(parents=True)
-            build_artifact(replay_program(tensors, shape.state.layout), target, directory, self_test=False)
-            holder.append(Executor(directory, {}))
+            own = Path(tempfile.mkdtemp(prefix="replay-", dir=directory))
+            build_artifact(replay_program(tensors, shape.state.layout), target, own, self_test=False)
+            holder.append(Executor(own, {}))
             if graphs is not None:
                 graphs.adopt(holder[0])
         holder[0](*tensors)

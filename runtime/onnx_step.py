@@ -1,5 +1,6 @@
 """The step of an artifact of kind ``onnx``: onnxruntime computes it, states are copied back into the caller's."""
 
+from operator import is_
 from pathlib import Path
 
 import torch
@@ -20,14 +21,18 @@ class OnnxStep:
         self._path, self._manifest = directory / ONNX_MODEL, manifest
         self._held = [place for place, spec in enumerate(manifest.inputs) if spec.bound and not spec.mutated]
         self._session: OnnxSession | None = None
-        self._seen: list[tuple[int, int]] = []
+        self._weights: list[torch.Tensor] = []
+        self._versions: list[int] = []
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs = self._manifest.inputs
-        seen = [(id(tensors[place]), tensor_version(tensors[place])) for place in self._held]
-        if self._session is None or seen != self._seen:
-            weights = {inputs[place].source: tensors[place] for place in self._held}
-            self._session, self._seen = OnnxSession(self._path, bound=weights), seen
+        weights = [tensors[place] for place in self._held]
+        versions = [tensor_version(tensor) for tensor in weights]
+        same = versions == self._versions and all(map(is_, weights, self._weights))
+        if self._session is None or not same:
+            bound = {inputs[place].source: tensors[place] for place in self._held}
+            self._session = OnnxSession(self._path, bound=bound)
+            self._weights, self._versions = weights, versions
         values = self._session.run({spec.source: tensor for spec, tensor in zip(inputs, tensors, strict=True)})
         results = list(values.values())
         states = [tensor for spec, tensor in zip(inputs, tensors, strict=True) if spec.mutated]

@@ -16,6 +16,7 @@ from kimigraph.bench.kda import bound, entry, machine
 from kimigraph.bench.kernels import kernel_for
 from kimigraph.bench.protocol import relative_error, require_gpu, sets_for_cold_cache, time_in_graph
 from kimigraph.ir.errors import NumericsError
+from kimigraph.ir.operators.registry import nbytes
 
 SIDE, HEADS, LAYERS, DRAFTS = kda_decode.SIDE, 32, 6, 7
 BATCHES = (1, 32, 128)
@@ -79,8 +80,7 @@ class Stack:
 
     def bytes_held(self) -> int:
         """Bytes of states and what is kept beside them."""
-        tensors = (self.state, self.conv, *self.kept.values())
-        return sum(value.numel() * value.element_size() for value in tensors)
+        return nbytes(self.state, self.conv, *self.kept.values())
 
 
 def point(batch: int) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def point(batch: int) -> dict[str, Any]:
     torch.cuda.empty_cache()
     others = [Stack(batch, tokens, snapshots=True) for _ in range(min(sets, 4))]
     write = kernel_for("kda_verify_states", dict(others[0].verifying(0)), kda_decode.ATTRIBUTES).launch
-    held["snapshots"] = sum(value.numel() * value.element_size() for value in others[0].kept.values())
+    held["snapshots"] = nbytes(*others[0].kept.values())
 
     def written(stack: Stack) -> None:
         for number in range(LAYERS):

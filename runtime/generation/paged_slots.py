@@ -53,8 +53,8 @@ class PagedSlots:
         self._pages = pool.pages
         with torch.inference_mode(False):
             self._tables_on_device = [
-                torch.full((rows, self.cache.columns), SCRATCH_PAGE, dtype=torch.int32, device=device)
-                for rows in (slots, 1)  # each begins where a tensor of its own does: programs count on that
+                torch.full((seats, self.cache.columns), SCRATCH_PAGE, dtype=torch.int32, device=device)
+                for seats in (slots, 1)  # each begins where a tensor of its own does: programs count on that
             ]
         self._tables: list[PageTable | None] = [None] * (slots + 1)
         self.staging: dict[str, Tensor] = self._tensors(self._rows.staging, self._tables_on_device[1])

@@ -27,6 +27,16 @@ class Request:
         """Tokens of the prompt that are not in the caches yet."""
         return max(len(self.prompt) - self.written, 0)
 
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.prompt) + len(self.tokens)
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        """The tokens of prompt and answer from place ``start`` to ``stop``, as far as there are any."""
+        behind = len(self.prompt)
+        return [*self.prompt[start:stop], *self.tokens[max(start - behind, 0) : max(stop - behind, 0)]]
+
     def take(self, token: int, context: int) -> None:
         """The next token; it ends the sequence where it is the last that there can be."""
         self.tokens.append(token)

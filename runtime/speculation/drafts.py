@@ -17,8 +17,9 @@ class Draft(Protocol):
 
 @dataclass
 class _Seen:
-    """Where each run of tokens of a sequence ended last; the first ``read`` tokens are in it."""
+    """Prompt and tokens of a sequence, and where each run of them ended last; the first ``read`` are in it."""
 
+    history: list[int]
     ends: dict[tuple[int, ...], int] = field(default_factory=lambda: {})
     read: int = 0
 
@@ -43,8 +44,11 @@ class NgramDraft:
         return {slot: draft for slot, draft in found.items() if draft}
 
     def _follow(self, request: Request, tokens: int) -> list[int]:
-        history = [*request.prompt, *request.tokens]
-        seen = self._seen.setdefault(request.number, _Seen())
+        if request.number not in self._seen:
+            self._seen[request.number] = _Seen(list(request.prompt))
+        seen = self._seen[request.number]
+        history = seen.history
+        history += request.tokens[len(history) - len(request.prompt) :]
         # What ends at the last token itself is looked up, and noted when there is a token behind it.
         for end in range(seen.read, len(history) - 1):
             for length in self._lengths:

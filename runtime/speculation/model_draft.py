@@ -43,15 +43,14 @@ class ModelDraft:
 
     def propose(self, rows: int, running: Mapping[int, Request], tokens: int) -> dict[int, list[int]]:
         """``tokens`` tokens for each sequence that has room for them."""
-        histories = {slot: [*request.prompt, *request.tokens] for slot, request in running.items()}
-        histories = {slot: ids for slot, ids in histories.items() if len(ids) + self._window <= self._context}
-        if not histories:
+        fitting = {slot: one for slot, one in running.items() if one.length + self._window <= self._context}
+        if not fitting:
             return {}
-        for slot in histories:
-            self._own(slot, running[slot].number)
-        found = {slot: [token] for slot, token in self._read(rows, histories).items()}
+        for slot, request in fitting.items():
+            self._own(slot, request.number)
+        found = {slot: [token] for slot, token in self._read(rows, fitting).items()}
         if tokens > 1:
-            self._ahead(rows, histories, found, tokens)
+            self._ahead(rows, fitting, found, tokens)
         return found
 
     def _own(self, slot: int, number: int) -> None:
@@ -61,19 +60,19 @@ class ModelDraft:
         if self._log is not None:
             self._log.reset(slot)
 
-    def _read(self, rows: int, histories: Mapping[int, list[int]]) -> dict[int, int]:
+    def _read(self, rows: int, running: Mapping[int, Request]) -> dict[int, int]:
         """Take in what each sequence has more than was read; the likeliest token behind its last one.
 
         Who has nothing more gets padding behind its last token, which nothing reads.
         """
         behind: dict[int, int] = {}
         caches = self._slots.first(rows)
-        while pending := [slot for slot, ids in histories.items() if self._written[slot] < len(ids)]:
+        while pending := [slot for slot, request in running.items() if self._written[slot] < request.length]:
             ids, counts = [[0] * self._window for _ in range(rows)], [0] * rows
-            lengths = [self._written[slot] if slot in histories else 0 for slot in range(rows)]
+            lengths = [self._written[slot] if slot in running else 0 for slot in range(rows)]
             for slot in pending:
                 at = self._written[slot]
-                piece = histories[slot][at : at + self._window]
+                piece = running[slot].ids(at, at + self._window)
                 ids[slot][: len(piece)], counts[slot] = piece, len(piece)
             log = {} if self._log is None else self._log.log(rows)
             logits = self._programs.verify(rows, self._window, {**log, **caches})(ids, lengths)
@@ -86,17 +85,17 @@ class ModelDraft:
                 behind[slot] = best[slot][counts[slot] - 1]
         return behind
 
-    def _ahead(self, rows: int, histories: Mapping[int, list[int]], found: dict[int, list[int]], tokens: int) -> None:
+    def _ahead(self, rows: int, running: Mapping[int, Request], found: dict[int, list[int]], tokens: int) -> None:
         """Decode until each sequence has ``tokens`` drafts."""
-        kept = None if self._log is None else (self._log.state.clone(), self._log.conv.clone())
+        changed = () if self._log is None else (self._log.state[:, :rows], self._log.conv[:, :rows])
+        kept = [stack.clone() for stack in changed]
         step = self._programs.step(rows, 1, self._slots.first(rows))
         for ahead in range(tokens - 1):
-            ids, lengths = [[0] for _ in range(rows)], [0] * rows
-            for slot, drafts in found.items():
-                ids[slot], lengths[slot] = [drafts[-1]], len(histories[slot]) + ahead
+            ids = [found[slot][-1:] if slot in found else [0] for slot in range(rows)]
+            # Behind its last token a sequence without drafts keeps what it has.
+            lengths = [running[slot].length + ahead if slot in running else 0 for slot in range(rows)]
             best = step(ids, lengths).argmax(-1).tolist()
             for slot, drafts in found.items():
                 drafts.append(best[slot])
-        if self._log is not None and kept is not None:
-            self._log.state.copy_(kept[0])
-            self._log.conv.copy_(kept[1])
+        for stack, before in zip(changed, kept, strict=True):
+            stack.copy_(before)

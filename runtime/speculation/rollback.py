@@ -84,12 +84,17 @@ class StateShape:
             raise UsageError("drafts need recurrent layers of one shape: heads, dims or convolutions differ here")
         return cls(layers, state, conv, dtype)
 
-    def stacks(self, rows: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Zeroed states [L, rows, H, ..] and convolution states [L, rows, C, N]."""
+    @property
+    def state_sizes(self) -> tuple[int, int, int]:
+        """Sizes of one state: [H, K, V] or [H, V, K]."""
         form = self.state
         last = (form.key_dim, form.value_dim) if form.layout == "kv" else (form.value_dim, form.key_dim)
-        shape = (len(self.layers), rows, form.heads, *last)
-        state = torch.zeros(shape, dtype=getattr(torch, form.dtype), device=device)
+        return form.heads, *last
+
+    def stacks(self, rows: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Zeroed states [L, rows, H, ..] and convolution states [L, rows, C, N]."""
+        shape = (len(self.layers), rows, *self.state_sizes)
+        state = torch.zeros(shape, dtype=getattr(torch, self.state.dtype), device=device)
         window = (len(self.layers), rows, self.conv.channels, self.conv.columns)
         return state, torch.zeros(window, dtype=self.conv_dtype, device=device)
 

@@ -165,10 +165,11 @@ class Speculation:
         )
 
     def _count(self, made: list[int], drafts: Tensor, running: Mapping[int, Request]) -> None:
+        drafted = (drafts >= 0).sum(-1).tolist()
         for slot, request in running.items():
-            self._lengths.observe(request, int((drafts[slot] >= 0).sum()), made[slot] - 1)
+            self._lengths.observe(request, drafted[slot], made[slot] - 1)
         self.counts.rounds += 1
         self.counts.rows += len(running)
-        self.counts.drafted += int((drafts >= 0).sum())
+        self.counts.drafted += sum(drafted)
         self.counts.accepted += sum(made) - len(running)
         self.counts.made += sum(made)
