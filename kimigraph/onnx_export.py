@@ -15,9 +15,9 @@ from kimigraph.adapters.onnx_model import OnnxSession, model_proto, require_onnx
 from kimigraph.capture import ModelSource, capture, load_source
 from kimigraph.capture.eager import eager_step
 from kimigraph.codegen.architecture import ONNXRUNTIME
-from kimigraph.codegen.onnx.model import OnnxModel, translate_program
+from kimigraph.codegen.onnx.model import OnnxModel, narrow_types, translate_program
 from kimigraph.codegen.onnx.scope import DOMAIN, OPSET
-from kimigraph.ir.accuracy import TOLERANCE_FP32, tensor_error
+from kimigraph.ir.accuracy import deviation
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import CompileError, NumericsError, UsageError
 from kimigraph.ir.program import CapturedProgram
@@ -136,7 +136,7 @@ def _in_fp32(source: str, config: CompileConfig, notes: list[str]) -> tuple[Mode
 
 
 def _check_types(program: CapturedProgram) -> None:
-    narrow = sorted({spec.dtype for spec in program.inputs if spec.dtype in ("bfloat16", "float16")})
+    narrow = narrow_types(program)
     if narrow:
         raise CompileError(
             f"the model holds tensors in {' and '.join(narrow)}, of which onnxruntime has no products on a CPU: "
@@ -152,7 +152,7 @@ def _described(onnx_model: OnnxModel, model: ModelSource, program: CapturedProgr
 
 def _data_name(out: Path, onnx_model: OnnxModel, above: int) -> str | None:
     """The file for the weights, named after what it holds, so that an old model beside it keeps its own."""
-    if sum(tensor.numel() * tensor.element_size() for tensor in onnx_model.weights.values()) <= above:
+    if sum(tensor.nbytes for tensor in onnx_model.weights.values()) <= above:
         return None
     digest = hashlib.sha256()
     for name, tensor in onnx_model.weights.items():
@@ -177,20 +177,17 @@ def _verified(staged: Path, onnx_model: OnnxModel, source: ModelSource, program:
     step, before = eager_step(source), step_inputs(source, program)
     states = {output: step.inputs.get(name, before[name]) for name, output in onnx_model.states.items()}
     want = {**step.outputs, **states}
-    got = OnnxSession(staged).run(before)
-    errors = {name: tensor_error(got[name], value) for name, value in want.items()}
-    absolute = max((error for error, _ in errors.values()), default=0.0)
-    worst = max(errors, key=lambda name: errors[name][1], default="")
-    relative = errors[worst][1] if worst else 0.0
-    if not relative <= TOLERANCE_FP32:
+    error = deviation(OnnxSession(staged).run(before), want)
+    if not error.passed:
         raise NumericsError(
-            f"onnxruntime differs from the eager model: '{worst}' by {relative:.3g} relative, {TOLERANCE_FP32:g} is "
-            f"allowed; nothing was written. -O0 exports without fusions and tells whether one of them is the cause"
+            f"onnxruntime differs from the eager model: '{error.tensor}' by {error.relative:.3g} relative, "
+            f"{error.tolerance:g} is allowed; nothing was written. -O0 exports without fusions and tells whether one "
+            "of them is the cause"
         )
     return {
-        "max_abs_err": absolute,
-        "max_rel_err": relative,
-        "tolerance": TOLERANCE_FP32,
+        "max_abs_err": error.absolute,
+        "max_rel_err": error.relative,
+        "tolerance": error.tolerance,
         "passed": True,
         "reference": "eager",
         "outputs": len(want),

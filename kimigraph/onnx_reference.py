@@ -10,7 +10,7 @@ from kimigraph.adapters.onnx_model import OnnxSession, model_proto, require_onnx
 from kimigraph.capture import ModelSource
 from kimigraph.capture.eager import EagerStep
 from kimigraph.capture.signature import call_leaves, unique
-from kimigraph.codegen.onnx.model import translate_program
+from kimigraph.codegen.onnx.model import narrow_types, translate_program
 from kimigraph.codegen.onnx.scope import DOMAIN, OPSET
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.program import CapturedProgram
@@ -30,7 +30,7 @@ def onnx_steps(model: ModelSource, captured: CapturedProgram, lengths: Sequence[
     Raises UsageError for a model in 16 bits, CompileError that lists all operators without a translation.
     """
     require_onnx()
-    if any(spec.dtype in ("bfloat16", "float16") for spec in captured.inputs):
+    if narrow_types(captured):
         raise UsageError(
             "--reference onnxruntime: it has no 16-bit products on a CPU; verify with --dtype float32, or by "
             "--reference eager"

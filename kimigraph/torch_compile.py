@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from itertools import count
+from operator import is_
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,7 +68,7 @@ class CompiledGraph:
         held = [inputs[place] for place, _ in self.graph.held]
         free = [inputs[place] for place in self.graph.free]
         for number, (known, compiled) in enumerate(self.programs):
-            if all(map(_same, known, held)):
+            if all(map(is_, known, held)):
                 if number:
                     self.programs.insert(0, self.programs.pop(number))
                 return compiled(*free)
@@ -90,10 +91,6 @@ class CompiledGraph:
         for entry in compiled.report().fusions:
             LOG.debug("%s: %s found %s", self.graph.name, entry["rule"], entry["count"])
         return compiled
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _for_device(config: CompileConfig, values: Sequence[Any]) -> CompileConfig:

@@ -6,12 +6,11 @@ from typing import Any
 
 from kimigraph.adapters.onnx_model import model_proto, require_onnx, write_model
 from kimigraph.codegen.artifact import checksums_of, model_name, tree_text, versions, write_constants
-from kimigraph.codegen.onnx.model import translate_program
+from kimigraph.codegen.onnx.model import narrow_types, translate_program
 from kimigraph.codegen.onnx.scope import DOMAIN, OPSET
 from kimigraph.codegen.self_test import REFERENCE, tolerance_of
 from kimigraph.ir.errors import CompileError
-from kimigraph.ir.manifest import ONNX_MODEL as MODEL_FILE
-from kimigraph.ir.manifest import KernelRecord, Manifest, record_file
+from kimigraph.ir.manifest import ONNX_MODEL, KernelRecord, Manifest, record_file
 from kimigraph.ir.operators import cost_of, operator_of
 from kimigraph.ir.program import CapturedProgram
 
@@ -31,15 +30,15 @@ def build_onnx_artifact(
     CompileError for tensors in 16 bits, and one that lists all operators without a translation.
     """
     require_onnx()
-    narrow = sorted({spec.dtype for spec in program.inputs if spec.dtype in ("bfloat16", "float16")})
+    narrow = narrow_types(program)
     if narrow:
         raise CompileError(
             f"target {target!r}: onnxruntime has no products in {' and '.join(narrow)} on a CPU; compile with --dtype "
             "float32, or for cpu:reference"
         )
     model = translate_program(program, bind=False)
-    write_model(model_proto(model, DOMAIN, OPSET), directory / MODEL_FILE, None)
-    paths = [MODEL_FILE, *write_constants(program, directory)]
+    write_model(model_proto(model, DOMAIN, OPSET), directory / ONNX_MODEL, None)
+    paths = [ONNX_MODEL, *write_constants(program, directory)]
     sums = checksums_of(program, target, seed, lambda _: None) if self_test else {}
     manifest = Manifest(
         model=model_name(facts),
@@ -75,7 +74,7 @@ def _records(program: CapturedProgram) -> Iterator[KernelRecord]:
             yield KernelRecord(
                 name=node.name,
                 op=operator.name,
-                file=MODEL_FILE,
+                file=ONNX_MODEL,
                 bytes=cost.bytes,
                 flops=cost.flops,
                 replaces=tuple(node.meta.get("replaces", ())),

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
 from kimigraph.adapters.torch_export import FunctionalGraph, export_functional, functionalized_call
 from kimigraph.codegen.onnx.experts import gathered_experts
@@ -110,9 +109,8 @@ class Semantics:
     functions: dict[Any, Function] = field(default_factory=lambda: {})
     _bodies: dict[Any, FunctionalGraph] = field(default_factory=lambda: {})
 
-    def body(self, node: Node) -> FunctionalGraph:
-        """The functional graph of the reference for the shapes of ``node``."""
-        call = Call.of(node)
+    def body(self, call: Call) -> FunctionalGraph:
+        """The functional graph of the reference for the shapes of ``call``."""
         key = _key(call)
         if key not in self._bodies:
             samples = tuple(torch.empty(_shape(value), dtype=_tensor(value).dtype) for value in call.tensors.values())
@@ -123,15 +121,15 @@ class Semantics:
         """The semantic nodes of a graph, each with the graph of its body."""
         for node in graph.nodes:
             if is_semantic(node):
-                yield node, self.body(node).graph
+                yield node, self.body(Call.of(node)).graph
 
     def __call__(self, t: Translation, node: Node) -> Any:
         call = Call.of(node)
         names = [_part(t, value, node) for value in call.tensors.values()]
         if self.flat:
-            results, mutated = self._translated(t.scope, self.body(node), names)
+            results, mutated = self._translated(t.scope, self.body(call), names)
         else:
-            function = self._function(call, node)
+            function = self._function(call)
             outputs = t.scope.add(function.name, names, len(function.outputs), domain=DOMAIN, **_shown(call.plain))
             count = len(outputs) - len(call.written)
             results, mutated = list(outputs[:count]), list(outputs[count:])
@@ -151,10 +149,10 @@ class Semantics:
         written = [item for item in _arguments(body) if item.node.name in body.mutations]
         return results, [translation.name(body.mutations[item.node.name]) for item in written]
 
-    def _function(self, call: Call, node: Node) -> Function:
+    def _function(self, call: Call) -> Function:
         key = _key(call)
         if key not in self.functions:
-            body, scope = self.body(node), Scope()
+            body, scope = self.body(call), Scope()
             inputs = tuple(scope.unused(name) for name in call.tensors)
             results, mutated = self._translated(scope, body, list(inputs))
             outputs = [scope.unused("out" if place == 0 else f"out_{place}") for place in range(len(results))]
@@ -215,8 +213,7 @@ def _part(t: Translation, value: Any, node: Node) -> str:
 def _results(t: Translation, call: Call, node: Node, results: list[str], mutated: list[str]) -> Any:
     """What the node became: its results, and for a functionalized call the new value of each base after them."""
     if not call.written:
-        leaves = pytree.tree_leaves(node.meta["val"])
-        return results[0] if len(leaves) == 1 and not isinstance(node.meta["val"], tuple | list) else tuple(results)
+        return tuple(results) if isinstance(node.meta["val"], tuple | list) else results[0]
     bases = {base: t.name(base) for base in call.bases}
     for (base, region), new in zip(call.written.values(), mutated, strict=True):
         if region is None:

@@ -1,5 +1,6 @@
 """Operators of ATen that gather and scatter, as ONNX."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ def _places(t: Translation, found: dict[int, Node]) -> tuple[str, torch.Size]:
     return columns[0] if len(columns) == 1 else t.scope.op("Concat", *columns, axis=len(shape)), shape
 
 
-def _front(found: dict[int, Node], rank: int) -> list[int]:
-    """The axes with the indexed ones first."""
+def _front(found: Collection[int], rank: int) -> list[int]:
+    """The axes with the indexed ones, ``found``, first."""
     return [*found, *(dim for dim in range(rank) if dim not in found)]
 
 
@@ -81,7 +82,7 @@ def _index_put(t: Translation, node: Node) -> str:
 def _index_copy(t: Translation, node: Node) -> str:
     a, result = arguments(node), tensor_of(node)
     dim = a["dim"] % result.dim()
-    front = [dim, *(other for other in range(result.dim()) if other != dim)]
+    front = _front([dim], result.dim())
     places = t.reshaped(t.name(a["index"], torch.int64), (tensor_of(a["index"]).numel(), 1))
     source = t.permuted(t.name(a["source"], result.dtype), front)
     written = t.scope.op("ScatterND", t.permuted(t.name(a["self"]), front), places, source)
@@ -100,8 +101,7 @@ def _scatter(reduction: str | None) -> Handler:
             for axis, size in enumerate(shape):
                 if tensor_of(a["src"]).shape[axis] != size:
                     updates = t.sliced(updates, axis, 0, size)
-        kind = "max" if reduction is None and result.dtype == torch.bool and a.get("value") is True else reduction
-        kind = None if result.dtype == torch.bool else kind
+        kind = None if result.dtype == torch.bool else reduction
         return t.scope.op("ScatterElements", t.name(a["self"]), index, updates, axis=a["dim"], reduction=kind)
 
     return translate
@@ -124,7 +124,7 @@ def _slice_scatter(t: Translation, node: Node) -> str:
     part = t.name(a["src"], result.dtype)
     if a["step"] == 1:
         return replaced(t, t.name(a["self"]), result.shape, part, axis, start, end)
-    front = [axis, *(other for other in range(result.dim()) if other != axis)]
+    front = _front([axis], result.dim())
     places = t.scope.constant([[place] for place in range(start, end, a["step"])], torch.int64)
     written = t.scope.op("ScatterND", t.permuted(t.name(a["self"]), front), places, t.permuted(part, front))
     return t.permuted(written, _inverse(front))

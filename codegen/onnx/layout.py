@@ -7,9 +7,6 @@ from torch.fx import Node
 
 from kimigraph.codegen.onnx.translation import Handler, Translation, arguments, tensor_of
 
-LARGE = 4096
-"""Elements from which a constant of one value is an Expand."""
-
 
 def _view(t: Translation, node: Node) -> str:
     source = arguments(node)["self"]
@@ -42,7 +39,8 @@ def bounds(start: Any, end: Any, size: int) -> tuple[int, int]:
 
 
 def _slice(t: Translation, node: Node) -> str:
-    a, source = arguments(node), tensor_of(arguments(node)["self"])
+    a = arguments(node)
+    source = tensor_of(a["self"])
     axis = a["dim"] % source.dim()
     start, end = bounds(a["start"], a["end"], source.shape[axis])
     if (start, end, a["step"]) == (0, source.shape[axis], 1):
@@ -51,7 +49,8 @@ def _slice(t: Translation, node: Node) -> str:
 
 
 def _select(t: Translation, node: Node) -> str:
-    a, source = arguments(node), tensor_of(arguments(node)["self"])
+    a = arguments(node)
+    source = tensor_of(a["self"])
     axis = a["dim"] % source.dim()
     return t.scope.op("Gather", t.name(a["self"]), t.scope.constant(a["index"], torch.int64), axis=axis)
 

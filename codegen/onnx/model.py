@@ -80,9 +80,12 @@ def _functional(program: CapturedProgram) -> FunctionalGraph:
     """The program's graph with its in-place updates as values again."""
     samples = [_sample(program, spec) for spec in program.inputs]
     functional = export_functional(program.graph_module, tuple(samples), {}, strict=False)
-    arguments = tuple(item for item in functional.inputs if item.value is None)
-    if len(arguments) != len(functional.inputs):
-        raise CompileError("the graph holds tensors of its own; compile it once with `canonicalize` to find out which")
+    held = [item.target or item.node.name for item in functional.inputs if item.value is not None]
+    if held:
+        raise CompileError(
+            f"the graph holds tensors of its own, which ONNX export does not take: {_few(held)}. Make them buffers of "
+            "the model"
+        )
     return functional
 
 
@@ -90,6 +93,11 @@ def _sample(program: CapturedProgram, spec: InputSpec) -> Tensor:
     known = program.tensors.get(spec.name)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return torch.empty_strided(spec.shape, spec.stride, dtype=dtype) if known is None else known.detach()
+
+
+def narrow_types(program: CapturedProgram) -> list[str]:
+    """The 16-bit types among the inputs of a program: onnxruntime has no products in them on a CPU."""
+    return sorted({spec.dtype for spec in program.inputs if spec.dtype in ("bfloat16", "float16")})
 
 
 def _check(functional: FunctionalGraph, semantics: Semantics) -> None:

@@ -74,27 +74,28 @@ def _logical(kind: str, bitwise: str) -> Handler:
     return translate
 
 
+def _floor_divided(t: Translation, left: str, right: str, dtype: torch.dtype) -> str:
+    if dtype.is_floating_point:
+        return t.scope.op("Floor", t.scope.op("Div", left, right))
+    rest = t.scope.op("Mod", left, right)  # integer Div truncates
+    return t.scope.op("Div", t.scope.op("Sub", left, rest), right)
+
+
 def _divide(t: Translation, node: Node) -> str:
     a, dtype = arguments(node), tensor_of(node).dtype
     mode = a.get("rounding_mode")
     left, right = t.name(a["self"], dtype), t.name(a["other"], dtype)
-    if mode == "floor" and not dtype.is_floating_point:  # integer Div truncates
-        rest = t.scope.op("Mod", left, right)
-        return t.scope.op("Div", t.scope.op("Sub", left, rest), right)
+    if mode == "floor":
+        return _floor_divided(t, left, right, dtype)
     quotient = t.scope.op("Div", left, right)
     if mode is None or not dtype.is_floating_point:
         return quotient
-    if mode == "floor":
-        return t.scope.op("Floor", quotient)
     return t.scope.op("Mul", t.scope.op("Sign", quotient), t.scope.op("Floor", t.scope.op("Abs", quotient)))
 
 
 def _floor_divide(t: Translation, node: Node) -> str:
     a, dtype = arguments(node), tensor_of(node).dtype
-    left, right = t.name(a["self"], dtype), t.name(a["other"], dtype)
-    if dtype.is_floating_point:
-        return t.scope.op("Floor", t.scope.op("Div", left, right))
-    return t.scope.op("Div", t.scope.op("Sub", left, t.scope.op("Mod", left, right)), right)
+    return _floor_divided(t, t.name(a["self"], dtype), t.name(a["other"], dtype), dtype)
 
 
 def _remainder(t: Translation, node: Node) -> str:
@@ -102,7 +103,7 @@ def _remainder(t: Translation, node: Node) -> str:
     left, right = t.name(a["self"], dtype), t.name(a["other"], dtype)
     if not dtype.is_floating_point:
         return t.scope.op("Mod", left, right)
-    whole = t.scope.op("Floor", t.scope.op("Div", left, right))
+    whole = _floor_divided(t, left, right, dtype)
     return t.scope.op("Sub", left, t.scope.op("Mul", whole, right))
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from kimigraph.codegen.onnx.scope import Port, Scope, Subgraph
 from kimigraph.codegen.onnx.translation import Handler, Translation, arguments, tensor_of
+from kimigraph.ir.errors import CompileError
 
 _LIBRARY = torch.library.Library("kimigraph_onnx", "DEF")
 _LIBRARY.define(
@@ -45,7 +46,9 @@ def scanned_prefill(
 ) -> tuple[Tensor, Tensor]:
     """``kimigraph::kda_prefill`` around a scan over tokens. Packed sequences are refused: their ends are values."""
     if cu_seqlens is not None:
-        raise NotImplementedError("packed sequences (cu_seqlens) have no ONNX form: give sequences as a batch")
+        raise CompileError(
+            "kimigraph::kda_prefill over packed sequences (cu_seqlens) has no ONNX form: give sequences as a batch"
+        )
     query, key, heads = q.float(), k.float(), q.shape[2]
     if l2_norm:
         query = query * torch.rsqrt(query.square().sum(-1, keepdim=True) + l2_eps)

@@ -77,8 +77,7 @@ class Scope:
     def constant(self, value: Any, dtype: torch.dtype) -> str:
         """The name of a constant: a number, a (nested) list, or a tensor."""
         tensor = torch.as_tensor(value, dtype=dtype).contiguous()
-        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-        key = (dtype, tuple(tensor.shape), data)
+        key = (dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         if key not in self._constants:
             note, self.note = self.note, ""
             self._constants[key] = self.add("Constant", (), (self.unused("constant"),), value=tensor)[0]

@@ -27,16 +27,12 @@ class Translation:
     """Translates calls of ``kimigraph::`` operators, functionalized ones included."""
     values: dict[Node, Value] = field(default_factory=lambda: {})
 
-    def run(self, graph: Graph) -> list[Any]:
-        """Translate every node but placeholders, whose names are in ``values``; the leaves of the output."""
+    def run(self, graph: Graph) -> None:
+        """Translate every node but the output and placeholders, whose names are in ``values``."""
         for node in graph.nodes:
-            if node.op == "output":
-                leaves: Any = node.args[0]
-                return list(leaves)
-            if node.op != "placeholder":
+            if node.op not in ("placeholder", "output"):
                 self.scope.note = _note(node)
                 self.values[node] = self._translated(node)
-        raise AssertionError("a graph without an output node")
 
     def _translated(self, node: Node) -> Value:
         if node.target is getitem:

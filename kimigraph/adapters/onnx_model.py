@@ -3,6 +3,7 @@
 """ONNX models through onnx and onnxruntime: protos from plain descriptions, files, the checker, sessions."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,22 @@ _TYPES = {
 }
 
 
-def require_onnx(*modules: str) -> None:
+def require_onnx() -> None:
     """UsageError that names the extra to install when onnx or onnxruntime is missing."""
-    from importlib.util import find_spec
-
-    missing = [name for name in modules or ("onnx", "onnxruntime") if find_spec(name) is None]
+    missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
     if missing:
         raise UsageError(f"ONNX needs {' and '.join(missing)}: pip install 'kimigraph[onnx]'")
 
 
-def element_type(dtype: torch.dtype) -> int:
-    """ONNX' number of an element type. CompileError for a type that ONNX does not have."""
+def element_type(dtype: torch.dtype, name: str = "") -> int:
+    """ONNX' number of an element type. CompileError, naming the tensor, for a type that no model here has."""
     from onnx import TensorProto
 
     if dtype not in _TYPES:
-        raise CompileError(f"ONNX has no element type for {dtype}")
+        raise CompileError(
+            f"{name or 'a constant or a cast'} is in {dtype}, which ONNX export does not take: convert it, or keep it "
+            "out of the step"
+        )
     return TensorProto.DataType.Value(_TYPES[dtype])
 
 
@@ -50,8 +52,8 @@ def tensor_proto(name: str, tensor: Tensor) -> Any:
     from onnx import TensorProto
 
     flat = tensor.detach().cpu().contiguous()
-    data = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return TensorProto(name=name, dims=list(tensor.shape), data_type=element_type(tensor.dtype), raw_data=data)
+    data = flat.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return TensorProto(name=name, dims=list(tensor.shape), data_type=element_type(tensor.dtype, name), raw_data=data)
 
 
 def _attribute(key: str, value: Any) -> Any:
@@ -119,7 +121,9 @@ def model_proto(model: Any, domain: str, opset: int) -> Any:
 def _value(port: Any) -> Any:
     from onnx import helper
 
-    return helper.make_tensor_value_info(port.name, element_type(port.dtype), port.shape, doc_string=port.note)
+    return helper.make_tensor_value_info(
+        port.name, element_type(port.dtype, port.name), port.shape, doc_string=port.note
+    )
 
 
 def write_model(proto: Any, path: Path, data: str | None) -> None:
@@ -178,9 +182,12 @@ def _with_weights(path: Path, bound: dict[str, Tensor]) -> bytes:
     """The model with inputs of these names as weights. CompileError for more than a proto holds."""
     import onnx
 
-    size = sum(tensor.numel() * tensor.element_size() for tensor in bound.values())
+    size = sum(tensor.nbytes for tensor in bound.values())
     if size > LARGEST_PROTO:
-        raise CompileError(f"the weights take {size / 2**30:.1f} GiB, and onnxruntime takes 2 GiB from memory at once")
+        raise CompileError(
+            f"the weights take {size / 2**30:.1f} GiB, and onnxruntime takes 2 GiB from memory at once; compile for "
+            "cpu:reference"
+        )
     proto = onnx.load(str(path))
     free = [item for item in proto.graph.input if item.name not in bound]
     del proto.graph.input[:]
