@@ -169,6 +169,7 @@ class _Work:
     def pack(self, node: Node) -> Remark:
         """Have experts read MXFP4."""
         new, before, after = pack_experts(self._graph, node)
+        self._take_place(node, new)
         module = module_path(new)
         self._record(new, "experts", self._policy.experts, module, bytes=after, bytes_before=before)
         return Remark(

@@ -17,7 +17,7 @@ from kimigraph.ir.program import CapturedProgram
 from kimigraph.passes.algebra.nodes import is_cast, packet
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import call, replace
-from kimigraph.passes.algebra.rms import Norm, mean_below, norm_around, norm_path
+from kimigraph.passes.algebra.rms import Norm, finished_norm, mean_below, norm_path
 from kimigraph.passes.algebra.rule import FusionPass
 
 ATEN = torch.ops.aten
@@ -53,9 +53,9 @@ class RaiseNorms(FusionPass):
 
     def check(self, program: CapturedProgram, anchor: Node) -> Norm:
         """The norm around this root."""
-        _, _, path = norm_path(anchor)
+        wide, eps, path = norm_path(anchor)
         try:
-            norm = norm_around(anchor)
+            norm = finished_norm(wide, eps, path)
             _require_inside(program.graph_module.graph, norm)
         except Refused as refusal:
             raise refusal.raised_to(len(path), path) from refusal

@@ -29,7 +29,10 @@ def build_combined(child: GraphModule) -> KernelModule:
     for member in members:
         for name, text in member.helpers.items():
             if functions.setdefault(name, text) != text:
-                raise CompileError(f"node {member.node.name}: another kernel has a function {name} of its own")
+                raise CompileError(
+                    f"node {member.node.name}: another kernel of the region has a function {name} with another text:"
+                    " compile with --disable-pass merge-regions"
+                )
     host = dict.fromkeys(text for member in members for text in member.host_functions())
     parts = [HEAD.format(options=options).strip(), *functions.values()]
     parts += [member.part() for member in members]

@@ -1,18 +1,15 @@
 """Rows of a table, their norm and the product of the normed rows as one kernel."""
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from kimigraph.codegen.horizontal.head import HEAD
+from kimigraph.codegen.horizontal.head import HEAD, template_functions
 from kimigraph.codegen.kernel import KernelLaunch, KernelModule
 from kimigraph.codegen.specialize.rendering import TRITON_TYPES, ceil_div, padded
 from kimigraph.ir.normed_lookup import NormedLookup, normed_lookup
 
-_TEMPLATES = Path(__file__).parent.parent / "templates"
 KERNEL = "normed_lookup_dot"
 PIECE = 1024
 """Elements of each row that are squared at a time."""
@@ -43,7 +40,7 @@ def build_lookup(child: GraphModule, found: NormedLookup) -> KernelModule:
     options = {"num_warps": 4, "num_stages": 3 if tile == 64 else 5}
     operands = {"table": found.table, "places": found.places, "norm": found.weight, "weight": product.weight}
     results = {"found": found.lookup, "out": product.node}
-    parts = [HEAD.format(options=options).strip(), *_functions()]
+    parts = [HEAD.format(options=options).strip(), *template_functions({"narrow", KERNEL})]
     parts.append(_launch(child, operands, results, constants, ceil_div(product.columns, tile)))
     given = {name: node.meta["val"] for name, node in (operands | results).items()}
     record = KernelLaunch(
@@ -54,16 +51,6 @@ def build_lookup(child: GraphModule, found: NormedLookup) -> KernelModule:
         options,
     )
     return KernelModule("\n\n\n".join(parts) + "\n", (record,))
-
-
-def _functions() -> list[str]:
-    """The kernel's text and that of what it calls, as the templates have them."""
-    found: list[str] = []
-    for file, name in (("rounding", "narrow"), ("product_rows", KERNEL)):
-        source = (_TEMPLATES / f"{file}.py").read_text(encoding="utf-8")
-        node = next(n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == name)
-        found.append("\n".join(source.splitlines()[node.decorator_list[0].lineno - 1 : node.end_lineno]))
-    return found
 
 
 def _launch(

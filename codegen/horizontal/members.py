@@ -187,7 +187,10 @@ def member_of(number: int, node: Node) -> Member:
     child = region_module(node) if node.op == "call_module" else None
     operator = semantic_operator(node)
     if child is None and operator is None:
-        raise CompileError(f"node {node.name} runs no region, so it cannot be part of a horizontal one")
+        raise CompileError(
+            f"node {node.name} runs no region, so it cannot be part of a horizontal one: compile with"
+            " --disable-pass merge-regions"
+        )
     if child is not None:
         module = build_region(child)
         return RegionMember(node, module, f"part_{number}", ast.parse(module.text))

@@ -1,21 +1,17 @@
 """Products of a few rows with several weights as one kernel: a program looks up which tile of which weight it has."""
 
-import ast
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from kimigraph.codegen.horizontal.head import HEAD
+from kimigraph.codegen.horizontal.head import HEAD, template_functions
 from kimigraph.codegen.kernel import KernelLaunch, KernelModule
 from kimigraph.codegen.specialize.rendering import TRITON_TYPES, ceil_div, padded
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.fake import describe
 from kimigraph.ir.row_products import RowProduct, row_products
-
-_TEMPLATES = Path(__file__).parent.parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,8 @@ def build_region(child: GraphModule, tiling: Tiling | None = None) -> KernelModu
     # Fewest tiles first: they are the longest, fp32 columns that one program reads from end to end.
     table = sorted(members, key=lambda member: member.tiles)
     options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
-    parts = [HEAD.format(options=options).strip(), *_functions(table), _kernel(table), _launch(child, members, table)]
+    functions = template_functions({member.function for member in members} | {"narrow"})
+    parts = [HEAD.format(options=options).strip(), *functions, _kernel(table), _launch(child, members, table)]
     return KernelModule("\n\n\n".join(parts) + "\n", (_record(members, options),))
 
 
@@ -87,19 +84,6 @@ def _member(number: int, product: RowProduct, tiling: Tiling) -> Member:
     step = max(min(tiling.step, padded(product.depth)), 16)
     arguments = {**rows, "TILE": tiling.columns, "LINES": padded(product.rows, 16), "STEP": step}
     return Member(product, weight, out, "few_rows_dot", arguments, ceil_div(product.columns, tiling.columns))
-
-
-def _functions(members: list[Member]) -> list[str]:
-    """The text of what the kernel calls, as the templates have it."""
-    wanted = {member.function for member in members} | {"narrow"}
-    found: list[str] = []
-    for name in ("rounding", "product_rows"):
-        source = (_TEMPLATES / f"{name}.py").read_text(encoding="utf-8")
-        lines = source.splitlines()
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and node.name in wanted:
-                found.append("\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno]))
-    return found
 
 
 def _kernel(table: list[Member]) -> str:

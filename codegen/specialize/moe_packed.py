@@ -1,6 +1,5 @@
 """The form of routed experts over MXFP4 weights for a few tokens: where it serves, its tiles."""
 
-from dataclasses import replace
 from typing import Any
 
 from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
@@ -39,12 +38,9 @@ def tiling_for(experts: Experts) -> Tiling:
 
 
 def build(request: KernelRequest, experts: Experts, tiling: Tiling | None = None) -> KernelModule:
-    """Two launches, three with what follows the experts."""
+    """Three launches, for a request that ``serves`` accepts; the parts of a ``tiling`` must divide the picks."""
     tiling = tiling or tiling_for(experts)
-    finish = tiling.finish
-    opened = tiling.open
-    parts = tiling.close.parts if experts.finishes and experts.picks % tiling.close.parts == 0 else 1
-    closed = replace(tiling.close, parts=parts)
+    opened, closed, finish = tiling.open, tiling.close, tiling.finish
     shape = shape_constants(experts)
     programs = experts.pairs * ceil_div(experts.inner, opened.columns) + shared_programs(experts)
     strides = open_strides(request)
@@ -63,19 +59,19 @@ def build(request: KernelRequest, experts: Experts, tiling: Tiling | None = None
         "close_packed": {
             **{name: shape[name] for name in ("TOKENS", "WIDTH", "INNER")},
             "PICKS": experts.picks,
-            "PARTS": parts,
+            "PARTS": closed.parts,
             "TILE": closed.columns,
             "STEP": min(closed.step, padded(experts.inner)),
         },
-        **finish_constants(request, experts, finish, parts),
+        **finish_constants(request, experts, finish, closed.parts),
     }
     grids = {
         "open": (programs,),
-        "close": (experts.tokens * parts * ceil_div(experts.width, closed.columns),),
+        "close": (experts.tokens * closed.parts * ceil_div(experts.width, closed.columns),),
         "finish": finish_grid(experts, finish),
     }
     options = {"open": opened.options, "close": closed.options, "finish": finish.options}
-    whole = {"sizes": scratch_sizes(experts, parts), "grids": grids, "options": options, **constants}
+    whole = {"sizes": scratch_sizes(experts, closed.parts), "grids": grids, "options": options, **constants}
     operands: dict[str, TensorSpec | str | None] = dict(request.tensors)
     shared = experts.dtype if experts.shared else None
     opens = {
@@ -86,10 +82,9 @@ def build(request: KernelRequest, experts: Experts, tiling: Tiling | None = None
         **{"inner": experts.dtype, "chosen": "int32", "shared": shared},
     }
     closes = {"inner": experts.dtype, "chosen": "int32", "words": "int32", "planes": operands["down"]}
-    routed = "float32" if experts.finishes else experts.dtype
     launches = [
         launch_record("open_packed", opens, constants, opened),
-        launch_record("close_packed", {**closes, "routed": routed}, constants, closed),
+        launch_record("close_packed", {**closes, "routed": "float32"}, constants, closed),
         *finish_launches(request, experts, constants, finish),
     ]
     return KernelModule(render("moe_packed", whole), tuple(launches), route="a pick at a time, MXFP4")

@@ -9,7 +9,6 @@ from kimigraph.codegen.specialize.moe_sizes import (
     Experts,
     activation,
     last_stride,
-    open_strides,
     scratch_sizes,
     side_by_side,
     take,
@@ -40,9 +39,7 @@ def serves(request: KernelRequest, experts: Experts) -> bool:
         and experts.tokens == 1
         and not experts.packed
         and experts.dtype == "bfloat16"
-        and not (
-            experts.finishes or experts.shared
-        )  # a whole block took 33 us this way on an H200, 26 in three launches
+        and not experts.finishes  # a whole block took 33 us this way on an H200, 26 in three launches
         and request.attributes["groups"] == request.attributes["group_picks"]
         and experts.count <= MOST_EXPERTS
         and side_by_side(gate_up)
@@ -58,9 +55,8 @@ def serves(request: KernelRequest, experts: Experts) -> bool:
 def build(request: KernelRequest, experts: Experts) -> KernelModule:
     """For a request that ``serves`` accepts, or one that only its longer rows keep from that."""
     programs = programs_at_once(request.target, 1)
-    opened = open_strides(request)
     constants: dict[str, Any] = {
-        "X_STRIDE": opened["X_STRIDE"],
+        "X_STRIDE": needed(request, "x").stride,
         "LOGIT_STRIDE": needed(request, "logits").stride,
         "BIAS_STRIDE": last_stride(request, "bias"),
         "WIDTH": experts.width,

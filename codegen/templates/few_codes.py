@@ -3,8 +3,7 @@
 # Kernel text: inside @gluon.jit, names are tensors and constants of a language whose types say little to a checker.
 """Cutting few codes exactly and listing the winners, and what brings them down to few: a bound that only they reach.
 
-Of equal codes the lower position
-is the larger, which makes the last winner one code.
+Of equal codes the lower position is the larger, which makes the last winner one code.
 """
 
 import triton.language as tl

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kimigraph.ir.program import InputSpec
-from kimigraph.ir.reference.mxfp4_quantize import GROUP, ROW_BYTES
+from kimigraph.ir.reference.mxfp4_quantize import GROUP, ROW_BYTES, parts_of
 from kimigraph.weights.plan import Copy
 from kimigraph.weights.quantized import Mxfp4
 
@@ -48,10 +48,8 @@ class PackedTensors:
     def _planes(self, name: str) -> tuple[Tensor, Tensor]:
         """Codes [.., rows, columns / 2] and scales [.., rows, columns / 32] of a plane, made when first asked for."""
         *outer, rows, columns = self._specs[name].shape
-        made, groups = self._names[name], columns // GROUP
+        made = self._names[name]
         if made not in self.tensors:
-            shape = (*outer, rows, groups * ROW_BYTES)
+            shape = (*outer, rows, columns // GROUP * ROW_BYTES)
             self.tensors[made] = torch.empty(shape, dtype=torch.uint8, device=self._device)
-        flat = self.tensors[made].flatten(-2)
-        codes, scales = flat.split([rows * columns // 2, rows * groups], dim=-1)
-        return codes.unflatten(-1, (rows, columns // 2)), scales.unflatten(-1, (rows, groups))
+        return parts_of(self.tensors[made])

@@ -14,16 +14,12 @@ import torch
 from torch import Tensor
 
 from kimigraph.ir.errors import UsageError
-from kimigraph.ir.reference.e8m0 import from_e8m0
+from kimigraph.ir.reference.mxfp4_quantize import GROUP, e2m1_numbers
 from kimigraph.weights.checkpoint import Checkpoint
 from kimigraph.weights.shard import StoredTensor
 
-GROUP = 32
-"""Columns that share one scale in mxfp4."""
 BLOCK = 128
 """Rows, and columns, that share one scale in fp8."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The magnitudes of the eight codes; the fourth bit is the sign."""
 MARKS = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_shape", ".weight_global_scale")
 """Endings of tensors that belong to a quantized weight."""
 
@@ -76,11 +72,7 @@ class Mxfp4(_Scaled):
         return (self.values.shape[0], 2 * self.values.shape[1])
 
     def read(self) -> Tensor:
-        packed, exponents = self.values.read(), self.scale.read().view(torch.uint8)
-        codes = torch.stack([packed & 15, packed >> 4], dim=-1).reshape(self.shape[0], -1, GROUP)
-        table = torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)])
-        scales = from_e8m0(exponents).unsqueeze(-1)
-        return (table[codes.int()] * scales).reshape(self.shape)
+        return e2m1_numbers(self.values.read(), self.scale.read().view(torch.uint8))
 
 
 @dataclass(frozen=True)

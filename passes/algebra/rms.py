@@ -69,11 +69,15 @@ def norm_path(root: Node) -> tuple[Node, float, tuple[Node, ...]]:
 
 
 def norm_around(root: Node) -> Norm:
-    """The norm with what follows its product: weight, then cast; cast, then weight; or one of them alone.
+    """The norm around a reciprocal root. Refused where there is none, or one of another type."""
+    return finished_norm(*norm_path(root))
 
-    Refused where what is around the reciprocal root is no norm, or one of another type.
+
+def finished_norm(wide: Node, eps: float, path: tuple[Node, ...]) -> Norm:
+    """What ``norm_path`` gave, with what follows the product: weight, then cast; cast, then weight; or one of them.
+
+    Refused where the type is another one.
     """
-    wide, eps, path = norm_path(root)
     source = wide.args[0] if is_cast(wide) and widens(wide) else wide
     assert isinstance(source, Node)
     kind, product = dtype(source), path[-1]

@@ -7,13 +7,15 @@ from torch.fx import Graph, Node
 
 from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.program import InputSpec
+from kimigraph.ir.reference.mxfp4_quantize import GROUP
 from kimigraph.passes.algebra.nodes import argument, shape
 from kimigraph.passes.algebra.refusal import Refused
-from kimigraph.passes.algebra.rewrite import call, replace
+from kimigraph.passes.algebra.rewrite import call
 
 EXPERTS = OPERATORS["moe_experts"].overload
 WEIGHTS = ("gate_up", "down")
-_GROUP, _WORDS = 32, 16
+_WORDS = 16
+"""Bytes that kernels read at a time: they divide the scales of a matrix."""
 
 
 def experts_of(graph: Graph) -> list[Node]:
@@ -35,12 +37,12 @@ def check_experts(node: Node, specs: Mapping[str, InputSpec]) -> None:
         if others:
             raise Refused(f"the experts' {name} is read by {others[0]}, too", weight)
         rows, columns = shape(weight)[-2:]
-        if columns % _GROUP or rows * (columns // _GROUP) % _WORDS:
+        if columns % GROUP or rows * (columns // GROUP) % _WORDS:
             raise Refused(f"the experts' {name} [{rows}, {columns}] does not divide into words of MXFP4", weight)
 
 
 def pack_experts(graph: Graph, node: Node) -> tuple[Node, int, int]:
-    """Rewrite experts that ``check_experts`` passed: the new node, bytes of both weights before and now."""
+    """Experts beside those that ``check_experts`` passed, on packed weights; bytes of both weights before and now."""
     before = after = 0
     changed: dict[Node, Node] = {}
     for name in WEIGHTS:
@@ -51,8 +53,4 @@ def pack_experts(graph: Graph, node: Node) -> tuple[Node, int, int]:
         before += weight.meta["val"].nbytes
         after += packed.meta["val"].nbytes
     args = tuple(changed.get(one, one) if isinstance(one, Node) else one for one in node.args)
-    new = call(graph, EXPERTS, args, node.kwargs, like=node, before=node, replaces=[node])
-    new.meta.update({key: node.meta[key] for key in ("selects", "via") if key in node.meta})
-    replace(node, new)
-    graph.erase_node(node)
-    return new, before, after
+    return call(graph, EXPERTS, args, node.kwargs, like=node, before=node, replaces=[node]), before, after

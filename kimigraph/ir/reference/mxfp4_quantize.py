@@ -46,6 +46,13 @@ def plane_of(packed: Tensor, scales: Tensor) -> Tensor:
     return whole.unflatten(-1, (packed.shape[-2], -1))
 
 
+def parts_of(plane: Tensor) -> tuple[Tensor, Tensor]:
+    """The plane [.., rows, columns * 17 / 32] -> what ``plane_of`` joined: views, where the plane is contiguous."""
+    rows, columns = plane.shape[-2], mxfp4_columns(plane.shape[-1])
+    packed, scales = plane.flatten(-2).split([rows * columns // 2, rows * columns // GROUP], dim=-1)
+    return packed.unflatten(-1, (rows, columns // 2)), scales.unflatten(-1, (rows, columns // GROUP))
+
+
 def mxfp4_columns(row: int) -> int:
     """Columns of a matrix whose plane has rows of ``row`` bytes; ValueError where no matrix has."""
     if row % ROW_BYTES:
@@ -55,12 +62,14 @@ def mxfp4_columns(row: int) -> int:
 
 def mxfp4_dequantize(plane: Tensor) -> Tensor:
     """The plane [.., rows, columns * 17 / 32] -> fp32 [.., rows, columns], exactly; a group of scale 255 is NaN."""
-    rows, columns = plane.shape[-2], mxfp4_columns(plane.shape[-1])
-    packed, scales = plane.flatten(-2).split([rows * columns // 2, rows * columns // GROUP], dim=-1)
+    return e2m1_numbers(*parts_of(plane))
+
+
+def e2m1_numbers(packed: Tensor, scales: Tensor) -> Tensor:
+    """Two codes a byte [.., columns / 2] and scales [.., columns / 32], uint8 -> fp32 [.., columns], exactly."""
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    table = torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)], device=plane.device)
-    groups = table[codes.int()].unflatten(-1, (-1, GROUP)) * from_e8m0(scales).unsqueeze(-1)
-    return groups.flatten(-2).unflatten(-1, (rows, columns))
+    table = torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)], device=packed.device)
+    return (table[codes.int()].unflatten(-1, (-1, GROUP)) * from_e8m0(scales).unsqueeze(-1)).flatten(-2)
 
 
 def mxfp4_rounded(weight: Tensor) -> Tensor:
