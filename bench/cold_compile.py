@@ -9,7 +9,6 @@ GPU to the end of the first step (with CUDA graphs, where the mode makes some, t
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -107,7 +106,7 @@ def main() -> None:
     if options.measure:
         print(READY + json.dumps(measure(options.measure, options.layers, options.context)))
         return
-    import torch
+    from run_facts import run_facts
 
     rows: dict[str, Any] = {}
     for compiler in options.only:
@@ -115,9 +114,7 @@ def main() -> None:
         print(compiler, json.dumps(rows[compiler]), flush=True)
     own = rows.get("kimigraph", {}).get("seconds")
     document = {
-        "command": "PYTHONPATH=. python " + " ".join(sys.argv),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **run_facts(),
         "processors": os.cpu_count(),
         "layers": options.layers,
         "context": options.context,

@@ -86,10 +86,7 @@ def host_time(step: Callable[[], Any], calls: int = 30) -> float:
 
 def graph_time(step: Callable[[], Any]) -> float | str:
     """Microseconds per replay of ``step`` captured as a CUDA graph, median; the reason where it cannot be captured."""
-    try:
-        return time_in_graph([step], at_least=1, replays=21).median
-    except Exception as error:
-        return f"not capturable: {type(error).__name__}: {str(error)[:200]}"
+    return captured_facts(lambda one: time_in_graph([one], at_least=1, replays=21).median, step)
 
 
 def widened(
@@ -201,10 +198,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     rows = [one(batch, options) for batch in options.batch]
-    document = {
-        **run_facts(),
-        "rows": rows,
-    }
+    document = {**run_facts(), "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     for row in rows:

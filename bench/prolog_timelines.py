@@ -30,6 +30,8 @@ def main() -> None:
     parser.add_argument("--times", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    if options.build and options.programs is None:
+        parser.error("--build compiles what --programs keeps: say where, --programs DIR")
     if not options.planned:
         require_gpu()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -43,7 +45,7 @@ def main() -> None:
         else:
             rows.append(point(batch, out, options.programs))
             print(line(rows[-1]), flush=True)
-        if options.times is not None:
+        if options.times is not None and rows:
             document = {**run_facts(), "indexer prolog": rows}
             options.times.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

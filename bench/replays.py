@@ -158,10 +158,7 @@ def main() -> None:
     parser.add_argument("--programs", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    document: dict[str, Any] = {
-        **run_facts(),
-        "rows": [],
-    }
+    document: dict[str, Any] = {**run_facts(), "rows": []}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with kept_in(options.programs) as kept:
         runs = [partial(wide, streams, kept, options) for streams in options.wide]

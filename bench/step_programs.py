@@ -8,6 +8,7 @@ that what was compiled once is timed without a compiler; compile into an empty d
 
 import argparse
 import json
+import shutil
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -80,6 +81,7 @@ class StepPrograms:
         """One of ``FORMS``, compiled unless it was kept."""
         directory = self._kept / self._name / form
         if not (directory / FACTS).exists():
+            shutil.rmtree(directory, ignore_errors=True)  # what an interrupted call left
             directory.mkdir(parents=True)
             self._compile(form, directory)
         executor = Executor(directory / "program", self._weights, self._prepared)

@@ -90,10 +90,9 @@ def main() -> None:
     parser.add_argument("--programs", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    document: dict[str, Any] = {
-        **run_facts(),
-        "rows": [],
-    }
+    if options.forms[0] != "one":
+        parser.error(f"--forms {' '.join(options.forms)}: the others are held against one stream, put 'one' first")
+    document: dict[str, Any] = {**run_facts(), "rows": []}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with kept_in(options.programs) as kept:
         for batch in options.batch:

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from k31_decode import captured_facts
 from run_facts import run_facts
 from torch import nn
 
 from kimigraph.bench.protocol import time_in_graph
 from kimigraph.bench.step_share import step_share
 from kimigraph.capture import load_source
+from kimigraph.cli.shapes import parse_overrides
 from kimigraph.compiler import compile_model
 from kimigraph.generator import Generator, StepPrograms, cache_rows
 from kimigraph.ir.config import CompileConfig
@@ -73,7 +75,7 @@ def bound(generator: Generator) -> list[dict[str, Any]]:
         row |= {"timing": report.timing, "launches": report.launches}
         row |= {"fusions": {entry["rule"]: entry["count"] for entry in report.fusions if entry["count"]}}
         rows.append(row | memory())
-        show(row | memory())
+        show(rows[-1])
     return rows
 
 
@@ -127,10 +129,7 @@ def steps(generator: Generator) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"batch": batch, "tokens": tokens}
         row["call_ms"] = seconds(partial(repeat, step.again, count))[0] / count * 1e3
         row["share"] = step_share(step.again, generator.programs.artifact(batch, tokens), 5)
-        try:
-            row["graph_ms"] = time_in_graph([step.again], 1, 15).median / 1e3
-        except Exception as error:
-            row["graph_ms"] = f"not capturable: {str(error)[:200]}"
+        row["graph_ms"] = captured_facts(lambda one: time_in_graph([one], 1, 15).median / 1e3, step.again)
         rows.append(row)
         show(row)
     return rows
@@ -218,10 +217,10 @@ def widen_while_it_runs(unit: nn.Module) -> None:
     unit.register_forward_hook(restore)
 
 
-def step_of(generator: Generator, batch: int, tokens: int, seat: bool = True) -> BoundStep:
+def step_of(generator: Generator, batch: int, tokens: int) -> BoundStep:
     """The step over the first rows of the batch, or over the sequence that is being read."""
     slots = generator.engine.slots
-    return generator.programs.step(batch, tokens, slots.first(batch) if tokens == 1 and seat else slots.staging)
+    return generator.programs.step(batch, tokens, slots.first(batch) if tokens == 1 else slots.staging)
 
 
 def measured(options: argparse.Namespace, config: CompileConfig) -> None:
@@ -276,7 +275,7 @@ def main() -> None:
     parser.add_argument("--compile", type=int, nargs=2, metavar=("B", "T"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    overrides = tuple((field, value) for field, _, value in (each.partition("=") for each in options.set))
+    overrides = parse_overrides(options.set)
     config = CompileConfig(target=options.target, dtype="bfloat16", context=options.context, overrides=overrides)
     if options.compile:
         compiled(options, config)

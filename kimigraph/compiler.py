@@ -192,8 +192,10 @@ def _build(
         whole = program
 
         def run(step: CapturedProgram, watched: bool) -> list[PassRecord]:
-            text = captured if step is whole else print_program(step) if watched else ""
-            watchers = [*session.dumping(text), clock, launches, *checks] if watched else []
+            watchers: list[Instrument] = []
+            if watched:
+                text = captured if step is whole else print_program(step)
+                watchers = [*session.dumping(text), clock, launches, *checks]
             return run_pipeline(step, session.pipeline, context, watchers, verify=not checks)
 
         with reporting_failure(CompileReport(phase=config.phase, target=target), session.asked):

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kimigraph.ir.config import CompileConfig
-from kimigraph.ir.dependences import starts_work
 from kimigraph.ir.device import device_for
 from kimigraph.ir.errors import KimigraphError, UsageError
 from kimigraph.ir.program import CapturedProgram
@@ -13,7 +12,7 @@ from kimigraph.ir.remarks import Remark
 from kimigraph.passes import Pipeline
 from kimigraph.passes.assign_streams import PLANNED
 from kimigraph.passes.manager import PassRecord
-from kimigraph.passes.scheduling.halves import LEAST_SHARE, half_batches
+from kimigraph.passes.scheduling.halves import LEAST_SHARE, bound_of
 
 PASS = "interleave-halves"
 
@@ -37,14 +36,17 @@ class Halving:
         hindrance = self._hindrance(program)
         if self.config.half_batches == "on":
             if hindrance:
-                raise UsageError(f"--half-batches on: {hindrance}; --half-batches auto compiles the step as it is")
-            half = self._captured(program)
+                raise _refusal(hindrance)
+            try:
+                half = self._captured(program)
+            except UsageError as error:
+                raise _refusal(str(error)) from error
             return half, run(half, True)
         if self.config.half_batches == "off" or hindrance or not self._overlaps():
             return program, run(program, True)
         captured = replace(program, info=dict(program.info))  # what halving asks it about, not its graph
         records = run(program, True)
-        if not self._may_pay(program):
+        if not bound_of(program, device_for(self.config)).may_pay:
             return program, records
         return self._compared(captured, program, records, run)
 
@@ -91,10 +93,9 @@ class Halving:
         assert self.capture is not None
         return self.capture(program)
 
-    def _may_pay(self, program: CapturedProgram) -> bool:
-        nodes = [node for node in program.graph_module.graph.nodes if starts_work(node)]
-        specs = {spec.name: spec for spec in program.inputs}
-        return half_batches(nodes, specs, device_for(self.config)).may_pay
+
+def _refusal(reason: str) -> UsageError:
+    return UsageError(f"--half-batches on: {reason}; --half-batches auto compiles the step as it is")
 
 
 def _planned(records: list[PassRecord]) -> float:

@@ -26,7 +26,7 @@ from kimigraph.passes.scheduling.branches import (
     costs_of,
     duration_of,
 )
-from kimigraph.passes.scheduling.halves import half_batches
+from kimigraph.passes.scheduling.halves import bound_of
 from kimigraph.passes.scheduling.recording import record_by_time, record_main_first, set_waits
 from kimigraph.passes.scheduling.segments import Segment, segments
 
@@ -133,9 +133,7 @@ class AssignStreams(Pass):
         """What two interleaved half-batches would cost at least: they overlap layers, which one batch cannot."""
         if int(program.info.get("batch", 1)) < 2 or halves_of(program) is not None:
             return []
-        nodes = [node for node in program.graph_module.graph.nodes if starts_work(node)]
-        halves = half_batches(nodes, {spec.name: spec for spec in program.inputs}, context.device)
-        return [self._note(halves.describe(context.device))]
+        return [self._note(bound_of(program, context.device).describe(context.device))]
 
     def _passed(self, segment: Segment, placement: Placement, force: bool) -> Remark:
         first, aside = segment.nodes[0], placement.aside

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from kimigraph.ir.fake import fake_mode
-from kimigraph.ir.halves import SHARED, WAITING, WHOLE_BATCH, halves_of, mark_doubled
+from kimigraph.ir.halves import WAITING, halves_of, mark_doubled
 from kimigraph.ir.program import CapturedProgram, OutputSpec
 from kimigraph.ir.purity import is_pure, mutated_arguments, storage_root
 from kimigraph.ir.remarks import PassResult, Remark
@@ -44,7 +44,7 @@ class InterleaveHalves(Pass):
         """Widen the inputs, copy the step for the second half, and join the results."""
         if halves_of(program) != WAITING:
             return PassResult(False)
-        half = int(program.info[WHOLE_BATCH]) // 2
+        half = int(program.info["batch"])
         copied = _Work(program, half).run()
         mark_doubled(program)
         program.graph_module.graph.lint()
@@ -103,7 +103,7 @@ class _Work:
     def _widen(self, placeholder: Node, before: Node, first: dict[Node, Node], second: dict[Node, Node]) -> None:
         """Give an input of the batch its whole extent, and each half its rows."""
         spec = next(spec for spec in self._program.inputs if spec.name == placeholder.name)
-        if spec.bound or spec.name in self._program.info[SHARED]:
+        if spec.bound:
             return
         half, batch = self._half, 2 * self._half
         whole = replace(spec, shape=(batch, *spec.shape[1:]))

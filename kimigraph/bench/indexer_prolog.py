@@ -5,6 +5,7 @@ ways. ``serial`` has the kernels of no merging pass, one after the other; the ot
 """
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -275,6 +276,7 @@ def _tracks(name: str, built: BuiltForm) -> list[Track]:
 
 
 def _build(root: Path, name: str, program: CapturedProgram) -> None:
+    shutil.rmtree(root, ignore_errors=True)  # what an interrupted call left
     (root / ARTIFACT).mkdir(parents=True)
     build_artifact(program, "cuda", root / ARTIFACT, self_test=False)
     torch.save({spec.source: program.tensors[spec.name] for spec in program.inputs if spec.bound}, root / WEIGHTS)

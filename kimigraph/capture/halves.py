@@ -11,7 +11,7 @@ from kimigraph.capture.source import ModelSource
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.halves import mark_waiting
-from kimigraph.ir.program import CapturedProgram, InputSpec
+from kimigraph.ir.program import CapturedProgram
 
 
 def batch_of(program: CapturedProgram) -> int:
@@ -43,27 +43,22 @@ def half_of_call(
 
     args, kwargs = pytree.tree_map(rows, (args, kwargs))
     half = capture_module(module, args, kwargs, config, hints)
-    shared = [mine.name for mine, other in _pairs(half, whole) if mine.shape == other.shape and not mine.bound]
-    written = [spec.source for spec in half.inputs if spec.mutated and spec.name in shared]
-    if written:
-        raise UsageError(f"half-batches: the step writes {written[0]}, which has no rows of a batch")
+    _check_inputs(half, whole, batch)
     half.tensors = whole.tensors
-    half.info = {**whole.info, **half.info, "batch": batch // 2}
-    mark_waiting(half, batch, shared)
+    half.info = {**whole.info, **half.info}
+    mark_waiting(half, batch // 2)
     return half
 
 
-def _pairs(half: CapturedProgram, whole: CapturedProgram) -> list[tuple[InputSpec, InputSpec]]:
-    """The inputs of both, which differ in the rows of the caller's alone."""
+def _check_inputs(half: CapturedProgram, whole: CapturedProgram, batch: int) -> None:
+    """UsageError unless the inputs of both differ in the rows of the caller's alone."""
     names = [[(spec.name, spec.source, spec.kind) for spec in program.inputs] for program in (half, whole)]
     if names[0] != names[1]:
-        raise UsageError("half-batches: the model makes another step of half the batch, with other inputs")
-    pairs = list(zip(half.inputs, whole.inputs, strict=True))
-    for mine, other in pairs:
-        rows = mine.shape[1:] == other.shape[1:] and mine.stride == other.stride and not mine.bound
-        if mine.shape != other.shape and not (rows and 2 * mine.shape[0] == other.shape[0]):
+        raise UsageError("the model makes another step of half the batch, with other inputs")
+    for mine, other in zip(half.inputs, whole.inputs, strict=True):
+        halved = mine.bound or (mine.shape[:1] == (batch // 2,) and mine.stride == other.stride)
+        if not halved or other.shape != (mine.shape if mine.bound else (batch, *mine.shape[1:])):
             raise UsageError(
-                f"half-batches: {mine.source} is {list(mine.shape)} for half the batch and {list(other.shape)} for all "
+                f"{mine.source} is {list(mine.shape)} for half the batch and {list(other.shape)} for all "
                 "of it, which is no twice as many rows"
             )
-    return pairs

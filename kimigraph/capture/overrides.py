@@ -45,8 +45,8 @@ def _refit_layers(target: dict[str, Any], layers: int) -> None:
     numbered = target.get("linear_attn_config")
     if not isinstance(numbered, dict):
         return
-    for name in ("kda_layers", "full_attn_layers"):
-        numbered[name] = [number for number in numbered.get(name, []) if number <= layers]
+    for name in numbered.keys() & {"kda_layers", "full_attn_layers"}:
+        numbered[name] = [number for number in numbered[name] if number <= layers]
 
 
 def _value(text: str) -> Any:

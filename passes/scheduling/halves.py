@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from kimigraph.ir.cost import touched_bytes, work_of
-from kimigraph.ir.dependences import holds_operator
+from kimigraph.ir.dependences import holds_operator, starts_work
 from kimigraph.ir.device import Device
-from kimigraph.ir.program import InputSpec
+from kimigraph.ir.program import CapturedProgram, InputSpec
 from kimigraph.passes.scheduling.branches import duration_of
 
 LEAST_SHARE = 0.95
@@ -50,6 +50,12 @@ class Halves:
             else "as much as hidden launches save, or more"
         )
         return told + verdict
+
+
+def bound_of(program: CapturedProgram, device: Device) -> Halves:
+    """The bound for a program after the passes that fuse."""
+    nodes = [node for node in program.graph_module.graph.nodes if starts_work(node)]
+    return half_batches(nodes, {spec.name: spec for spec in program.inputs}, device)
 
 
 def half_batches(nodes: Iterable[Node], specs: Mapping[str, InputSpec], device: Device) -> Halves:
