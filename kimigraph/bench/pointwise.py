@@ -1,8 +1,12 @@
 """``kimigraph bench pointwise``: generated kernels against eager and torch.compile, on chains of models."""
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import starmap
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +36,36 @@ def run(chosen: Sequence[str], say: Callable[[str], None], tokens: Sequence[int]
     require_gpu()
     torch.manual_seed(0)
     document: dict[str, Any] = {"machine": machine(), "points": []}
-    for chain in CHAINS:
-        for count in tokens if not chosen or chain.name in chosen else ():
-            document["points"].append(point(chain, count))
+    points = [(chain, count) for chain in CHAINS if not chosen or chain.name in chosen for count in tokens]
+    with tempfile.TemporaryDirectory(prefix="kimigraph-bench-") as scratch:
+        kept = [Path(scratch) / f"{chain.name}-{count}" for chain, count in points]
+        for (chain, count), artifact, launches in zip(points, kept, built(points, kept), strict=True):
+            document["points"].append(point(chain, count, Executor(artifact, {}), launches))
             say(line(document["points"][-1]))
     return document
 
 
-def point(chain: Chain, tokens: int) -> dict[str, Any]:
+def built(points: Sequence[tuple[Chain, int]], artifacts: Sequence[Path]) -> list[int]:
+    """Compile chains in processes side by side, which end before anything is timed; launches of each."""
+    jobs = [(chain.name, count, artifact) for (chain, count), artifact in zip(points, artifacts, strict=True)]
+    if len(jobs) == 1:
+        return list(starmap(build, jobs))
+    with ProcessPoolExecutor(min(8, len(jobs), os.cpu_count() or 1), get_context("spawn")) as pool:
+        return list(pool.map(build, *zip(*jobs, strict=True)))
+
+
+def build(name: str, tokens: int, artifact: Path) -> int:
+    """Compile the chain of this name into a directory; how many kernels it launches."""
+    chain = next(chain for chain in CHAINS if chain.name == name)
+    program = capture_module(chain.module(), tuple(chain.operands(tokens)), {}, CompileConfig(target="cuda"))
+    run_pipeline(program, Pipeline.parse(PIPELINE), PassContext(CompileConfig(target="cuda")), [])
+    artifact.mkdir()
+    return build_artifact(program, "cuda", artifact, self_test=False).launches
+
+
+def point(chain: Chain, tokens: int, step: Callable[..., Any], launches: int) -> dict[str, Any]:
     """One chain at one number of tokens: inputs that are not in the cache, all three in CUDA graphs that take turns."""
     given = [chain.operands(tokens) for _ in range(sets_for_cold_cache(chain.bytes(tokens)))]
-    step, launches = compiled_step(chain, given[0])
     error = _checked(chain, tokens, step(*given[0]), chain.function(*given[0]))
     rivals = (("ours", step), ("eager", chain.function), ("torch.compile", compiled_peer(chain)))
     times = times_in_turn({name: [partial(call, *one) for one in given] for name, call in rivals})
@@ -61,17 +84,6 @@ def compiled_peer(chain: Chain) -> Callable[..., Any]:
     """torch.compile's function. It chooses its tiles here and now: a choice that another process made while it shared
     the device is not taken over."""
     return torch.compile(chain.function, dynamic=False, options={"autotune_local_cache": False})
-
-
-def compiled_step(chain: Chain, operands: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], int]:
-    """The compiled chain as a function of its operands, and how many kernels it launches."""
-    config = CompileConfig(target="cuda")
-    program = capture_module(chain.module(), tuple(operands), {}, config)
-    run_pipeline(program, Pipeline.parse(PIPELINE), PassContext(config), [])
-    directory = Path(tempfile.mkdtemp(prefix="kimigraph-bench-"))
-    manifest = build_artifact(program, "cuda", directory, self_test=False)
-    executor = Executor(directory, {s.source: program.tensors[s.name] for s in program.inputs if s.bound})
-    return executor, manifest.launches
 
 
 def line(record: dict[str, Any]) -> str:
