@@ -4,8 +4,10 @@ A program is cut where it is as narrow as one node; each part between two such p
 the cost model, and forks when that saves time. Everything is joined where the part ends.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 from torch.fx import Graph, Node
@@ -16,6 +18,8 @@ from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.provenance import module_path, source_line
 from kimigraph.ir.remarks import PassResult, Remark
 from kimigraph.ir.schedule import clear_streams, waits_of
+from kimigraph.passes.algebra.nodes import shape
+from kimigraph.passes.algebra.products import products
 from kimigraph.passes.base import Pass, PassContext
 from kimigraph.passes.scheduling.branches import (
     Costs,
@@ -106,7 +110,7 @@ class AssignStreams(Pass):
             return ""
         if context.device.units < 2:
             return f"{context.device.name} runs one kernel at a time"
-        tokens = int(program.info.get("batch", 1)) * int(program.info.get("tokens", 1))
+        tokens = tokens_of(program)
         if tokens > self.tokens and halves_of(program) is None:
             return f"kernels for {tokens} tokens fill the device; forks pay up to {self.tokens} (option tokens)"
         return ""
@@ -161,6 +165,17 @@ class AssignStreams(Pass):
 
     def _note(self, message: str) -> Remark:
         return Remark("note", self.name, message)
+
+
+def tokens_of(program: CapturedProgram) -> int:
+    """Tokens of a step: those that the capture states, else the rows that most of the products with a weight have."""
+    if "batch" in program.info:
+        return int(program.info["batch"]) * int(program.info.get("tokens", 1))
+    specs = {spec.name: spec for spec in program.inputs}
+    rows = Counter(
+        prod(shape(product.left)[:-1]) for product in products(list(program.graph_module.graph.nodes), specs)
+    )
+    return max(rows, key=lambda count: (rows[count], count), default=1)
 
 
 def _forced_costs(segment: Segment) -> Costs:

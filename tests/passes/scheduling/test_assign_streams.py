@@ -12,6 +12,7 @@ from random_schedules import INPUTS, KINDS, SIZE, Built, Steps, build, is_safe, 
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
+from kimigraph.capture import capture_module
 from kimigraph.cli.compile import configurations, parameters
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.dependences import work_dependences
@@ -135,6 +136,25 @@ def test_what_stays_on_one_stream_says_why() -> None:
     large.program.info.update(batch=64, tokens=8)
     assert told(large).startswith("one stream: kernels for 512 tokens fill the device")
     assert assign(large, tokens=512).modified
+
+
+class TwoProducts(torch.nn.Module):
+    """Two branches that only the sum joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.a(x).relu() + self.b(y).relu()
+
+
+@pytest.mark.parametrize(("rows", "filled"), [((2, 4), False), ((8, 8), True)])
+def test_a_module_called_from_python_counts_its_rows(rows: tuple[int, int], filled: bool) -> None:
+    """No shape key is stated with such a capture: eight rows may fork, 64 fill the device."""
+    program = capture_module(TwoProducts(), (torch.randn(*rows, 16), torch.randn(*rows, 16)), {}, CONTEXT.config)
+    remark = AssignStreams(least_gain_us=50.0).apply(program, CONTEXT).remarks[-1].message
+    assert remark.startswith("one stream: kernels for 64 tokens fill the device") is filled
 
 
 def test_options_of_the_command_line_arrive() -> None:
