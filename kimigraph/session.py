@@ -16,6 +16,7 @@ from kimigraph.codegen.launch_memory import describe_memory
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.device import device_for
 from kimigraph.ir.errors import UsageError
+from kimigraph.ir.mesh import DeviceMesh
 from kimigraph.ir.policy import policy_of
 from kimigraph.passes import DumpPasses, Instrument, PassContext, Pipeline, default_pipeline
 from kimigraph.runtime.cache import MODES, CompileCache
@@ -71,15 +72,12 @@ class Session:
 
     @property
     def wants_dumps(self) -> bool:
-        """Whether somebody will read the dumps of a hit: they were asked for, or the report shows them."""
+        """Whether somebody will read the dumps: they were asked for, or the report shows them."""
         return bool(self.config.dump_passes or self.config.report)
 
     def dumping(self, captured: str) -> list[Instrument]:
-        """The instrument that dumps, unless nobody will read it: no dumps, no report, nothing kept in the cache.
-
-        ``captured`` is the text of the capture.
-        """
-        if not (self.config.dump_passes or self.config.report or self.cache.writes):
+        """The instrument that dumps, unless nobody will read it. ``captured`` is the text of the capture."""
+        if not self.wants_dumps:
             return []
         self.shown = self.dumps
         return [DumpPasses(self.dumps, device_for(replace(self.config, target=self.target)), captured)]
@@ -107,6 +105,7 @@ def new_session(config: CompileConfig, notify: Notify) -> Generator[Session]:
     if config.cache_layout == "paged" and target == ONNXRUNTIME:
         raise UsageError(f"target {target!r} has caches as the model has them: leave out cache_layout, or take another")
     _check_phase(config, pipeline)
+    _check_ranks(config, pipeline, target)
     if config.verify and ahead_of_time_arch(target) is not None:
         require_runnable(target)
     cache = CompileCache(mode=_cache_mode(config))
@@ -136,6 +135,24 @@ def _check_phase(config: CompileConfig, pipeline: Pipeline) -> None:
             "phase verify with --verify: the eager model writes the states that this program logs; verify the "
             "prefill of as many tokens (--phase prefill), which computes the same outputs"
         )
+
+
+def _check_ranks(config: CompileConfig, pipeline: Pipeline, target: str) -> None:
+    """What several ranks cannot have yet, or never; ``DeviceMesh`` refuses sizes that are none."""
+    if DeviceMesh(tp=config.tp).size == 1:
+        return
+    if "shard" not in pipeline.names:
+        raise UsageError(
+            f"tp {config.tp} needs the pass shard, and the pipeline '{pipeline}' lacks it: let it run (-O1 and up)"
+        )
+    for wrong, what in (
+        (target == ONNXRUNTIME, f"target {target!r}"),
+        (config.phase == "verify", "phase verify (drafts)"),
+        (config.verify, "--verify: compare `generate --tp` with one rank, or verify the model on one"),
+        (config.check_numerics, "--check-numerics"),
+    ):
+        if wrong:
+            raise UsageError(f"tp {config.tp} with {what} is not possible: leave out one of them")
 
 
 def pass_context(config: CompileConfig) -> PassContext:

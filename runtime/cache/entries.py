@@ -7,7 +7,7 @@ read.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -67,6 +67,11 @@ class StoredEntry:
         return json.loads(self.files[KEY_NAME])
 
     @property
+    def dumped(self) -> bool:
+        """Whether dumps are among the bytes."""
+        return has_dumps(self.files)
+
+    @property
     def report(self) -> dict[str, Any]:
         """The report of the original compilation."""
         return json.loads(self.files[REPORT_NAME])
@@ -122,6 +127,11 @@ def load_entry(directory: Path, graph_key: str, dumps: bool) -> StoredEntry:
     if named != graph_key:
         raise BadEntryError(f"{KEY_NAME} is the key of another entry")
     return entry
+
+
+def has_dumps(names: Iterable[str]) -> bool:
+    """Whether the files of an entry by these names have dumps among them."""
+    return any(name.startswith(DUMPS) for name in names)
 
 
 def seal(body: dict[str, Any]) -> bytes:

@@ -22,7 +22,9 @@ from kimigraph.runtime.cache.entries import (
     REPORT_NAME,
     BadEntryError,
     Entry,
+    EntryRecord,
     StoredEntry,
+    has_dumps,
     load_entry,
     seal,
     unseal,
@@ -83,7 +85,7 @@ class CompileCache:
         return fixed.get(self.mode, "bypass" if self.distrust else "miss")
 
     def find_front(self, components: Components, dumps: bool = False) -> Lookup:
-        """The entry compiled for exactly this request; ``dumps`` asks for its dumps, too."""
+        """The entry compiled for exactly this request; with ``dumps`` one that has dumps, and these too."""
         if not self.reads:
             return Lookup(None, "", f"--cache {self.mode}")
         key = digest(components)
@@ -104,12 +106,16 @@ class CompileCache:
         return Lookup(None, "", "the entry was evicted") if gone else found
 
     def find_graph(self, graph_key: str, dumps: bool = False) -> Lookup:
-        """The entry of a graph key, checked byte by byte; a corrupt one is set aside and reported as a miss."""
+        """The entry of a graph key, checked byte by byte; a corrupt one is set aside and reported as a miss.
+
+        An entry that was compiled without dumps is a miss where ``dumps`` are asked for.
+        """
         if not self.reads:
             return Lookup(None, graph_key, f"--cache {self.mode}")
         held = overflow_of(self.place.root).entries.get(graph_key)
         if held is not None:
-            return Lookup(held, graph_key, "", "held in memory")
+            lacking = dumps and not held.dumped
+            return Lookup(None, graph_key, _DUMPLESS) if lacking else Lookup(held, graph_key, "", "held in memory")
         if self.distrust:
             return Lookup(None, graph_key, self.distrust)
         if not re.fullmatch(r"[0-9a-f]{64}", graph_key):
@@ -124,6 +130,8 @@ class CompileCache:
                 return Lookup(None, graph_key, _UNKNOWN)
             aside = self.discard(graph_key)
             return Lookup(None, graph_key, f"corrupt entry{' set aside' if aside else ''}: {error}")
+        if dumps and not entry.dumped:
+            return Lookup(None, graph_key, _DUMPLESS)
         if self.writes:
             stamp(directory)
         return Lookup(entry, graph_key, "")
@@ -198,10 +206,13 @@ class CompileCache:
 
     def _is_equal(self, key: str, entry: Entry) -> bool:
         """Whether an entry is stored and equal to ``entry``, file by file but for what holds times."""
-        known = CompileCache(self.place.root, "readonly").find_graph(key, dumps=True).entry
+        cache = CompileCache(self.place.root, "readonly")
+        known = cache.find_graph(key, dumps=True).entry or cache.find_graph(key).entry
         if known is None:
             return False
-        stored, fresh = (comparable(files) for files in (known.files, entry.files()))
+        files = entry.files()
+        with_dumps = known.dumped and has_dumps(files)
+        stored, fresh = (comparable(each, with_dumps) for each in (known.files, files))
         different = sorted(name for name in {*stored, *fresh} if stored.get(name) != fresh.get(name))
         if different:
             shown = ", ".join(different[:5]) + (f" and {len(different) - 5} more" if len(different) > 5 else "")
@@ -224,7 +235,8 @@ class CompileCache:
         sweep(self.place, self.disk)
 
     def _publish(self, key: str, files: dict[str, bytes]) -> None:
-        """Write an entry beside its place and rename it there; the first of two writers wins, unless this refreshes."""
+        """Write an entry beside its place and rename it there; the first of two writers wins, unless this refreshes or
+        has dumps that the first has not."""
         entry, staged = self.place.graph(key), self._staged()
         replaced = staged.with_name(f"{staged.name}.replaced")
         try:
@@ -239,7 +251,7 @@ class CompileCache:
             for folder in sorted(folders, reverse=True):
                 self.disk.sync_directory(folder)
             self.disk.make_directory(entry.parent)
-            if self.mode == "refresh" and entry.is_dir():
+            if entry.is_dir() and (self.mode == "refresh" or (has_dumps(files) and not self._has_dumps(key))):
                 self.disk.rename(entry, replaced)
             try:
                 self.disk.rename(staged, entry)
@@ -251,6 +263,13 @@ class CompileCache:
             for left in (staged, replaced):
                 if left.exists():
                     self.disk.remove(left)
+
+    def _has_dumps(self, key: str) -> bool:
+        """Whether the entry of a key has dumps; one that is corrupt or gone has none."""
+        try:
+            return has_dumps(name for name, _, _ in EntryRecord.read(self.place.graph(key)).files)
+        except BadEntryError:
+            return False
 
     def _point(self, front: Components | None, graph_key: str) -> None:
         if front is None:
@@ -271,6 +290,9 @@ class CompileCache:
 
     def _hold(self, front: Components | None, entry: StoredEntry, reason: str) -> None:
         overflow = overflow_of(self.place.root)
+        known = overflow.entries.get(entry.graph_key)
+        if known is not None and known.dumped and not entry.dumped:
+            entry = known
         if entry.files:
             overflow.keep(None if front is None else digest(front), entry)
         if not overflow.warned:
@@ -279,13 +301,16 @@ class CompileCache:
 
 
 _UNKNOWN = "not compiled before"
+_DUMPLESS = "the entry has no dumps: it was compiled where nobody read them"
 
 
 class DifferentEntryError(CorruptArtifactError):
     """A compilation that is not what the cache holds for the same key."""
 
 
-def comparable(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files of an entry that two compilations share: not its report and its record, nor timings among the dumps."""
+def comparable(files: Mapping[str, bytes], with_dumps: bool = True) -> dict[str, bytes]:
+    """The files of an entry that two compilations share: not its report and its record, nor timings among the dumps;
+    no dumps at all unless both have some (``with_dumps``)."""
     timed = (ENTRY_NAME, REPORT_NAME, f"{DUMPS}timings.json")
-    return {name: content for name, content in files.items() if name not in timed}
+    names = (name for name in files if name not in timed and (with_dumps or not name.startswith(DUMPS)))
+    return {name: files[name] for name in names}

@@ -6,11 +6,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kimigraph.ir.errors import CorruptArtifactError
 from kimigraph.runtime.cache import ARTIFACT, DUMPS, CompileCache, Entry, Place, digest
 from kimigraph.runtime.cache.disk import Disk
 from kimigraph.runtime.cache.memory import overflow_of
@@ -63,6 +65,35 @@ def test_what_was_stored_is_found_by_both_keys(cache: CompileCache, cache_root: 
     assert json.loads((entry_directory(cache_root) / "key.json").read_text()) == GRAPH
     assert not list((cache_root / ".staging").iterdir())
     assert cache_root.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_entry_without_dumps_serves_all_but_those_who_read_them(
+    cache_root: Path, entry: Entry, tmp_path: Path, held: bool
+) -> None:
+    """Compiled again for them, it is replaced; one that has dumps is not replaced by one without."""
+    if held:
+        cache_root.write_text("a file, no directory")
+    dumpless = replace(entry, dumps=tmp_path / "none")
+    cache = CompileCache()
+    cache.store(FRONT, dumpless)
+    assert program_of(cache) == b"step = 1\n"
+    for found in (cache.find_front(FRONT, dumps=True), cache.find_graph(digest(GRAPH), dumps=True)):
+        assert found.entry is None and found.reason.startswith("the entry has no dumps")
+    for kept in (entry, dumpless):
+        cache.store(FRONT, kept)
+        found = cache.find_front(FRONT, dumps=True).entry
+        assert found is not None and found.restore(DUMPS, tmp_path / "restored") == ["000-capture.py"]
+
+
+def test_a_check_compares_dumps_where_both_have_some(cache_root: Path, entry: Entry, tmp_path: Path) -> None:
+    CompileCache().store(FRONT, entry)
+    check = CompileCache(mode="check")
+    check.store(FRONT, replace(entry, dumps=tmp_path / "none"))
+    assert check.note == "equal to the stored entry"
+    (entry.dumps / "000-capture.py").write_text("captured otherwise\n")
+    with pytest.raises(CorruptArtifactError, match="dumps/000-capture"):
+        check.store(FRONT, entry)
 
 
 def test_a_miss_names_the_components_that_differ_from_the_nearest_entry(cache: CompileCache) -> None:
