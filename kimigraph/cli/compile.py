@@ -53,7 +53,7 @@ def _compile(
             help="Cache capacity per sequence. [default: 4096, at most the model's]",
         ),
     ] = None,
-    target: Annotated[str, typer.Option(metavar="TARGET", help=f"One of {', '.join(TARGETS)}.")] = "auto",
+    target: Annotated[str, typer.Option("--target", metavar="TARGET", help=f"One of {', '.join(TARGETS)}.")] = "auto",
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Type of weights and activations. [default: the model's, else float32]", show_default=False),
@@ -99,6 +99,7 @@ def _compile(
         Literal["auto", "on", "off"],
         typer.Option(help="Run a decode step as two interleaved halves of its batch: auto where that pays."),
     ] = "auto",
+    tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Share heads and widths out among N ranks.")] = 1,
     max_shapes: Annotated[int, typer.Option(min=1, metavar="N", help="Shapes that one call may ask for.")] = MAX_SHAPES,
     jobs: Annotated[
         int | None,
@@ -169,6 +170,7 @@ def configurations(options: dict[str, Any]) -> list[CompileConfig]:
         streams=options["streams"],
         force_streams=options["force_streams"],
         half_batches=options["half_batches"],
+        tp=options["tp"],
         cache=options["cache"],
         verify=options["verify"],
         reference=options["reference"],

@@ -51,7 +51,7 @@ def _generate(
         int | None,
         typer.Option(min=1, metavar="N", help=f"Sequences that run at once. [default: all, at most {MAX_BATCH}]"),
     ] = None,
-    target: Annotated[str, typer.Option(metavar="TARGET", help=f"One of {', '.join(TARGETS)}.")] = "auto",
+    target: Annotated[str, typer.Option("--target", metavar="TARGET", help=f"One of {', '.join(TARGETS)}.")] = "auto",
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Type of weights and activations. [default: the model's, else float32]", show_default=False),
@@ -79,6 +79,9 @@ def _generate(
         typer.Option(metavar="SOURCE|ngram", help="Guess tokens and verify them together: a smaller model, or ngram."),
     ] = None,
     draft_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to guess in a step.")] = 4,
+    tp: Annotated[
+        int, typer.Option("--tp", min=1, metavar="N", help="Processes, one a GPU, that share out heads and widths.")
+    ] = 1,
     cache: Annotated[Literal["use", "off", "readonly", "refresh"], typer.Option(help="The compile cache.")] = "use",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document when all is done.")] = False,
 ) -> None:
@@ -91,7 +94,14 @@ def _generate(
       kimigraph generate examples/k31_tiny --prompt-ids 1,2,3 --max-new-tokens 8
       kimigraph generate ./checkpoint --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1
       kimigraph generate ./checkpoint --prompt "Once upon a time" --draft ngram --draft-tokens 7
+      kimigraph generate ./checkpoint --prompt "Once upon a time" --tp 2
+      torchrun --nproc-per-node 2 -m kimigraph generate ./checkpoint --prompt "Once upon a time" --tp 2
     """
+    if tp > 1 and env.started_ranks() is None:
+        from kimigraph.runtime.parallel.launch import launch
+
+        launch(tp, sys.argv[1:])
+        return
     asked: list[str | list[int]] = [*(prompt or []), *map(_ids, prompt_ids or [])]
     if not asked:
         raise UsageError("no prompt was given: use --prompt-ids 1,2,3, or --prompt TEXT with a tokenizer")
@@ -109,7 +119,9 @@ def _generate(
         cuda_graph=cuda_graph,
         cache_layout=cache_layout,
         pages=pages,
+        tp=tp,
     )
+    _check_ranks(config, draft)
     started = time.perf_counter()
     with progress() as notify:
         from kimigraph.generator import Generator
@@ -130,12 +142,24 @@ def _generate(
         prompts = [generator.encode(item) for item in asked]
         generator.prepare(map(len, prompts))
     ready = time.perf_counter()
-    completions = _run(generator, prompts, sampling, as_json)
+    completions = _run(generator, prompts, sampling, as_json or generator.programs.rank > 0)
     seconds = {"prepare": ready - started, "generate": time.perf_counter() - ready}
+    if generator.programs.rank > 0:
+        return
     if as_json:
         print_json(_document(source, generator, completions, seconds))
     else:
         typer.echo(_rates(generator, seconds), err=True)
+
+
+def _check_ranks(config: CompileConfig, draft: str | None) -> None:
+    """What several ranks cannot do; UsageError that says what to leave out."""
+    if config.tp > 1 and draft is not None:
+        raise UsageError(f"--tp {config.tp} with --draft is not possible: leave out one of them")
+    if config.tp > 1 and config.cache not in ("use", "refresh"):
+        raise UsageError(
+            f"--tp {config.tp} with --cache {config.cache}: ranks take programs from the compile cache; use or refresh it"
+        )
 
 
 def _ids(text: str) -> list[int]:
