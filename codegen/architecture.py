@@ -5,9 +5,8 @@ import re
 import torch
 
 from kimigraph.ir import env
+from kimigraph.ir.config import ONNXRUNTIME, TARGETS
 from kimigraph.ir.errors import UsageError
-
-ONNXRUNTIME = "cpu:onnxruntime"
 
 
 def ahead_of_time_arch(target: str) -> int | None:
@@ -17,7 +16,7 @@ def ahead_of_time_arch(target: str) -> int | None:
     match = re.fullmatch(r"cuda:sm_(\d{2,3})", target)
     if match is None:
         raise UsageError(
-            f"unknown target {target!r}: choose auto, cpu, cpu:reference, cpu:onnxruntime, cuda or cuda:sm_90"
+            f"unknown target {target!r}: choose {', '.join(TARGETS[:-1])} or {TARGETS[-1]}"
         )
     return int(match[1])
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import kimigraph
-from kimigraph.codegen.architecture import ONNXRUNTIME, cubin_arch
+from kimigraph.codegen.architecture import cubin_arch
 from kimigraph.codegen.arena_text import ARENA_FILE
 from kimigraph.codegen.capturable import uncapturable
 from kimigraph.codegen.constants import CONSTANTS_FILE, folded_constants
@@ -23,6 +23,7 @@ from kimigraph.codegen.program_writer import ProgramTitle, program_text
 from kimigraph.codegen.self_test import LARGEST, REFERENCE, reference_checksums, seeded_bytes, tolerance_of
 from kimigraph.codegen.stream_text import stream_count
 from kimigraph.codegen.support import support_files
+from kimigraph.ir.config import ONNXRUNTIME
 from kimigraph.ir.launches import graph_launches
 from kimigraph.ir.manifest import Manifest, record_file
 from kimigraph.ir.program import CapturedProgram
@@ -71,7 +72,8 @@ def build_artifact(
         building = None if arch is None else beside.submit(compile_kernels, kernels, directory, arch, notify)
         streams = stream_count(bound.graph_module.graph.nodes)
         text = program_text(bound, kernels, title)
-        texts = {"program.py": text, **support_files(kernels.ahead_of_time, streams, ARENA_FILE in text)}
+        support = support_files(kernels.ahead_of_time, streams, ARENA_FILE in text, several="mesh" in facts)
+        texts = {"program.py": text, **support}
         paths += [*_write(texts, directory), *write_constants(bound, directory)]
         sums = checksums_of(program, target, seed, notify) if self_test else {}
         if building is not None:

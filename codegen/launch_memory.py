@@ -13,13 +13,13 @@ import torch
 from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kimigraph.codegen.architecture import ONNXRUNTIME
 from kimigraph.codegen.host_half import host_half
 from kimigraph.codegen.kernel import KernelModule
 from kimigraph.codegen.kernel_writer import KernelSet, build_kernels
 from kimigraph.codegen.regions import kernel_kind
 from kimigraph.codegen.request import tensor_arguments
 from kimigraph.codegen.support.cubins import STAND_INS
+from kimigraph.ir.config import ONNXRUNTIME
 from kimigraph.ir.dependences import starts_work
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.launch_memory import Allocation
@@ -32,7 +32,7 @@ NO_MEMORY = "its kernel makes memory for itself"
 def describe_memory(graph: Graph, target: str) -> None:
     """Write at every node that starts work what it allocates, or why it takes no memory (``ir.launch_memory``).
 
-    Does nothing for ``cpu:reference`` and ``cpu:onnxruntime``, whose programs launch no kernels.
+    Does nothing for ``cpu:reference`` and onnxruntime, whose programs launch no kernels.
     """
     if target in ("cpu:reference", ONNXRUNTIME):
         return

@@ -12,12 +12,15 @@ from kimigraph.codegen.kernel import KernelRequest, TensorSpec
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.operators.registry import NAMESPACE, Cost
+from kimigraph.ir.own_rows import OWN_ROWS
 from kimigraph.ir.schemas import bind
 
 
 def semantic_operator(node: Node) -> str | None:
-    """The bare name of the ``kimigraph::`` operator that the node calls, or None."""
-    if node.op == "call_function" and isinstance(node.target, OpOverload) and node.target.namespace == NAMESPACE:
+    """The bare name of the ``kimigraph::`` operator that the node calls, or None; a view of rows is none."""
+    if node.op != "call_function" or node.target is OWN_ROWS:
+        return None
+    if isinstance(node.target, OpOverload) and node.target.namespace == NAMESPACE:
         return node.target.name().partition("::")[2].partition(".")[0]
     return None
 

@@ -3,6 +3,7 @@
 import torch
 
 from kimigraph.codegen.constants import folded_constants
+from kimigraph.ir.lock_step import run_ranks
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.script import make_inputs
 from kimigraph.ir.seeded import checksum
@@ -32,17 +33,23 @@ def seeded_bytes(program: CapturedProgram) -> int:
 def reference_checksums(program: CapturedProgram, seed: int) -> dict[str, list[float]]:
     """Checksums by name: outputs first, then inputs that the step updates. Runs the graph itself, not program.py.
 
+    Of a program for several ranks all run here, and what they share is gathered.
+
     Weights are those of ``info["weight_seed"]`` where the model's random weights have a seed of their own.
     """
     folded = folded_constants(program)
     constants = {spec.source: folded[spec.name] for spec in program.inputs if spec.kind == "constant"}
     devices = [node.meta["val"].device for node in program.placeholders.values()]
-    made = make_inputs(program.inputs, constants, seed, program.info.get("weight_seed"))
-    arguments = [tensor.to(device) for tensor, device in zip(made, devices, strict=True)]
+    ranks = [
+        [tensor.to(device) for tensor, device in zip(made, devices, strict=True)]
+        for rank in range(program.info.get("mesh", {}).get("tp", 1))
+        for made in [make_inputs(program.inputs, constants, seed, program.info.get("weight_seed"), rank)]
+    ]
     with torch.no_grad():
-        outputs = torch.fx.Interpreter(program.graph_module).run(*arguments)
+        outputs, *_ = run_ranks(program.graph_module, ranks)
     sums = {spec.name: checksum(spec.name, value, seed) for spec, value in zip(program.outputs, outputs, strict=True)}
-    for spec, value in zip(program.inputs, arguments, strict=True):
+    for spec, parts in zip(program.inputs, zip(*ranks, strict=True), strict=True):
         if spec.mutated:
-            sums[spec.source] = checksum(spec.source, value, seed)
+            whole = parts[0] if spec.shared is None else spec.shared.join(parts)
+            sums[spec.source] = checksum(spec.source, whole, seed)
     return sums

@@ -38,6 +38,7 @@ from kimigraph.passes import (
 )
 from kimigraph.passes.instruments.dump import DumpDirectory
 from kimigraph.passes.manager import PassRecord
+from kimigraph.passes.sharding.plan import require_divisible
 from kimigraph.report import REPORT_NAME
 from kimigraph.runtime.cache import ARTIFACT, DUMPS, Entry, Lookup, digest
 from kimigraph.session import Notify, Session, new_session, pass_context
@@ -91,6 +92,7 @@ def compile_model(
 def _compile_one(source: str, model: ModelSource, directory: Path, session: Session) -> CompileReport:
     check_replaceable(directory)
     config = session.config
+    require_divisible(model.document, config.tp)
     if config.dump_passes:
         DumpDirectory(Path(config.dump_passes))  # refused before any work, not after
     asked = front_components(model.key, config, session.pipeline, session.target, model.shape_key)

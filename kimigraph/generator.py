@@ -24,6 +24,7 @@ from kimigraph.ir.descriptors import IndexKeyDescriptor, LatentDescriptor, parse
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.report import CompileReport
+from kimigraph.passes.sharding.plan import require_divisible, share_of
 from kimigraph.replay_program import new_replay_log
 from kimigraph.run import seeded
 from kimigraph.runtime.executor import Executor, device_of
@@ -41,9 +42,11 @@ from kimigraph.runtime.generation import (
     TextStream,
 )
 from kimigraph.runtime.graphs import graph_mode
+from kimigraph.runtime.parallel import first_then_others, join_ranks
 from kimigraph.runtime.prepared import PreparedWeights
 from kimigraph.runtime.speculation import Draft, ModelDraft, NgramDraft, ReplayLog, Speculation, StateShape, Verify
 from kimigraph.session import resolve_target
+from kimigraph.state_logs import log_length, log_rows
 from kimigraph.weights import Watch, drawn_weight, layout_of, read_weights, unwatched
 
 DRAFT_TOKENS = 4
@@ -63,6 +66,7 @@ class StepPrograms:
     def __init__(self, source: str, config: CompileConfig, notify: Callable[[str], None], watch: Watch) -> None:
         self.source, self.config = source, replace(config, report=False, verify=False)
         self.target = resolve_target(config.target)
+        self.rank = join_ranks(config.tp, self.target)
         self.reports: dict[tuple[int, int], CompileReport] = {}
         self._notify, self._watch = notify, watch
         self._graphs = graph_mode(self.target, config.max_graphs, reuse_outputs=True) if config.cuda_graph else None
@@ -108,7 +112,8 @@ class StepPrograms:
     def shaped(self, batch: int, tokens: int) -> CompileConfig:
         """The configuration of that step."""
         phase = self._phase or ("decode" if tokens == 1 else "prefill")
-        return replace(self.config, phase=phase, batch=batch, tokens=tokens)
+        length = self.config.state_log if phase == "decode" else 1
+        return replace(self.config, phase=phase, batch=batch, tokens=tokens, state_log=length)
 
     def step(self, batch: int, tokens: int, caches: Mapping[str, Tensor]) -> BoundStep:
         """The step over ``caches``, which are those of an earlier call with the same shape or lie elsewhere."""
@@ -127,14 +132,23 @@ class StepPrograms:
         key = (batch, tokens)
         if key not in self._executors:
             model, directory = self.model(*key), self.artifact(batch, tokens)
-            self.reports[key] = compile_model(self.source, model, self.shaped(*key), directory, self._notify)
+            self.reports[key], manifest = self._compiled(model, self.shaped(*key), directory)
             self._notify("binding weights")
-            manifest = Manifest.read(directory)
             self._bring(manifest, model)
             self._executors[key] = Executor(directory, self._weights, self._prepared)
             if self._graphs is not None and (tokens == 1 or self._phase is not None):
                 self._graphs.adopt(self._executors[key])
         return self._executors[key]
+
+    def _compiled(self, model: ModelSource, config: CompileConfig, directory: Path) -> tuple[CompileReport, Manifest]:
+        """The program in ``directory``. Of several ranks the first compiles, and the others take it from the cache."""
+
+        def compiled() -> tuple[CompileReport, Manifest]:
+            cached = replace(config, cache="use") if self.rank and config.cache == "refresh" else config
+            report = compile_model(self.source, model, cached, directory, self._notify)
+            return report, Manifest.read(directory)
+
+        return first_then_others(config.tp, self.rank, compiled, lambda made: made[1].identity())
 
     def _bring(self, manifest: Manifest, model: ModelSource) -> None:
         """Put the tensors that the program binds, and no earlier one did, on its device."""
@@ -146,13 +160,15 @@ class StepPrograms:
             for done, spec in enumerate(weights):
                 self._watch(done, len(weights))
                 if asked.get("on_device") and self.device.type != "cpu":
-                    self._weights[spec.source] = drawn_weight(spec, model.weight_seed or 0, self.device)
+                    self._weights[spec.source] = drawn_weight(spec, model.weight_seed or 0, self.device, self.rank)
                 else:
-                    self._weights[spec.source] = seeded(spec, manifest).to(self.device)
+                    self._weights[spec.source] = seeded(spec, manifest, self.rank).to(self.device)
         elif weights:
             layout = layout_of(str(manifest.info.get("model_type", "")))
             packed = manifest.packed_weights()
-            self._weights |= read_weights(Path(self.source), weights, layout, self.device, self._watch, packed)
+            self._weights |= read_weights(
+                Path(self.source), weights, layout, self.device, self._watch, packed, self.rank
+            )
         buffers = [spec for spec in lacking if spec.kind != "weight"]
         if buffers:  # integers that a checkpoint holds: the model itself knows how they are stored
             state = model.loaded.module.state_dict()
@@ -160,15 +176,25 @@ class StepPrograms:
                 self._weights[spec.source] = state[model.hints.prefix + spec.source].to(self.device)
 
 
-def cache_rows(model: ModelSource) -> dict[str, Row]:
-    """What one sequence has of each cache of ``model``."""
-    return {item.name: Row(item.shape[1:], item.dtype) for item in model.inputs if item.hint.kind == "cache"}
+def cache_rows(model: ModelSource, ways: int = 1) -> dict[str, Row]:
+    """What one sequence has of each cache of ``model``, on each of ``ways`` ranks."""
+    rows: dict[str, Row] = {}
+    for item in model.inputs:
+        if item.hint.kind == "cache":
+            share = share_of(item.name, item.shape, ways)
+            rows[item.name] = Row((item.shape if share is None else share.local(item.shape))[1:], item.dtype)
+    return rows
 
 
-def state_shape(model: ModelSource) -> StateShape | None:
-    """The recurrent states of ``model``; None where it has none."""
+def state_shape(model: ModelSource, asked: bool = True) -> StateShape | None:
+    """The recurrent states of ``model``; None where it has none, or, unless ``asked`` for, none of one shape."""
     caches = {item.name: (item.hint.descriptor, item.dtype) for item in model.inputs if item.hint.descriptor}
-    return StateShape.of(caches)
+    try:
+        return StateShape.of(caches)
+    except UsageError:
+        if asked:
+            raise
+        return None
 
 
 def paged_caches(model: ModelSource, page_size: int) -> dict[str, LatentDescriptor | IndexKeyDescriptor]:
@@ -190,7 +216,8 @@ class Generator:
     With ``cache_layout`` paged, latents and index keys lie in ``pages`` pages that all sequences share (default: what
     ``max_batch`` sequences of full length and the one being read take); ``debug`` fills free pages with NaN.
     ``draft`` (``ngram``, the directory of a smaller model of the same vocabulary, or an object) guesses up to
-    ``draft_tokens`` tokens a step, which are verified together; see ``docs/speculation.md``.
+    ``draft_tokens`` tokens a step, which are verified together; see ``docs/speculation.md``. Without one, recurrent
+    states are written with every ``state_log``-th token (None: as the cost model says).
     Programs come from the compile cache, or are compiled when they are first needed; ``notify`` is told what goes on,
     ``watch`` how much of the weights has been read.
 
@@ -209,6 +236,7 @@ class Generator:
         debug: bool = False,
         draft: str | Path | Draft | None = None,
         draft_tokens: int = DRAFT_TOKENS,
+        state_log: int | None = None,
         notify: Callable[[str], None] = lambda message: None,
         watch: Watch = unwatched,
     ) -> None:
@@ -218,11 +246,15 @@ class Generator:
         model = self.programs.model(1, 1)
         assert model.shape is not None
         self.context = model.shape.context
+        require_divisible(model.document, self.programs.config.tp)
         self.vocabulary = _vocabulary(model.document)
-        shape, log = None if draft is None else state_shape(model), None
-        if shape is not None:
+        shape, log = state_shape(model, asked=draft is not None or state_log is not None), None
+        length = log_length(state_log, shape, max_batch, self.programs.config, self.programs.target, draft is not None)
+        self.programs.config = replace(self.programs.config, state_log=length)
+        if shape is not None and draft is not None:
             log = self.programs.replay_log(shape, max_batch, 1 + draft_tokens)
-        slots = self._slots(model, max_batch, debug, {} if log is None else log.states)
+        logged = {} if shape is None else log_rows(shape, length)
+        slots = self._slots(model, max_batch, debug, {} if log is None else log.states, logged)
         self.speculation: Speculation | None = None
         if draft is not None:
             chosen = self._draft(draft, max_batch, draft_tokens, notify) if isinstance(draft, str | Path) else draft
@@ -256,8 +288,16 @@ class Generator:
         slots = SlotCaches(cache_rows(model), rows, programs.device, {} if log is None else log.states)
         return ModelDraft(programs, slots, log, 1 + tokens, self.context)
 
-    def _slots(self, model: ModelSource, max_batch: int, debug: bool, given: Mapping[str, Tensor]) -> Slots:
-        config, rows, device = self.programs.config, cache_rows(model), self.programs.device
+    def _slots(
+        self,
+        model: ModelSource,
+        max_batch: int,
+        debug: bool,
+        given: Mapping[str, Tensor],
+        logged: Mapping[str, Row],
+    ) -> Slots:
+        config, device = self.programs.config, self.programs.device
+        rows = cache_rows(model, config.tp) | dict(logged)
         paged = paged_caches(model, config.page_size) if config.cache_layout == "paged" else {}
         if not paged:
             return SlotCaches(rows, max_batch, device, given)

@@ -69,11 +69,15 @@ class Halving:
     def _hindrance(self, program: CapturedProgram) -> str:
         """Why this step cannot be one of two halves; empty when it can."""
         config = self.config
+        if config.tp > 1:
+            return "half-batches are for one rank"
         rows = {spec.shape[0] if spec.shape else 0 for spec in program.inputs if not spec.bound}
         if self.capture is None or PASS not in self.pipeline.names:
             return f"no step of half the batch is at hand, or {PASS} is not in the pipeline"
         if config.phase != "decode" or config.cache_layout != "model":
             return "half-batches are for decode over caches as the model has them"
+        if config.state_log > 1:
+            return "states are logged (state_log), which halves of a batch cannot"
         if config.check_numerics:
             return "--check-numerics compares passes on one form of the inputs"
         if any(spec.mutated and spec.bound for spec in program.inputs):

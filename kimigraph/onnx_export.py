@@ -14,12 +14,12 @@ from kimigraph import __version__
 from kimigraph.adapters.onnx_model import OnnxSession, model_proto, require_onnx, write_model
 from kimigraph.capture import ModelSource, capture, load_source
 from kimigraph.capture.eager import eager_step
-from kimigraph.codegen.architecture import ONNXRUNTIME
 from kimigraph.codegen.onnx.model import OnnxModel, narrow_types, translate_program
-from kimigraph.codegen.onnx.scope import DOMAIN, OPSET
+from kimigraph.codegen.onnx.scope import OPSET
 from kimigraph.ir.accuracy import deviation
-from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.config import ONNXRUNTIME, CompileConfig
 from kimigraph.ir.errors import CompileError, NumericsError, UsageError
+from kimigraph.ir.onnx_format import DOMAIN, PHASE, RANGE, STATE
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.onnx_reference import step_inputs
 from kimigraph.passes import default_pipeline, run_pipeline
@@ -145,8 +145,10 @@ def _check_types(program: CapturedProgram) -> None:
 
 
 def _described(onnx_model: OnnxModel, model: ModelSource, program: CapturedProgram) -> OnnxModel:
-    metadata = {"kimigraph": __version__, "source": model.name, "phase": model.phase, "shape": model.shape_key}
-    metadata |= {f"state {name}": output for name, output in onnx_model.states.items()}
+    metadata = {"kimigraph": __version__, "source": model.name, PHASE: model.phase, "shape": model.shape_key}
+    metadata |= {f"{STATE}{name}": output for name, output in onnx_model.states.items()}
+    bounds = {spec.source: spec.value_range for spec in program.inputs if not spec.bound and spec.value_range}
+    metadata |= {f"{RANGE}{name}": f"{low} {high}" for name, (low, high) in bounds.items()}
     return replace(onnx_model, name=re.sub(r"\W", "_", model.name), metadata=metadata)
 
 

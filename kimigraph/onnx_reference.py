@@ -11,8 +11,9 @@ from kimigraph.capture import ModelSource
 from kimigraph.capture.eager import EagerStep
 from kimigraph.capture.signature import call_leaves, unique
 from kimigraph.codegen.onnx.model import narrow_types, translate_program
-from kimigraph.codegen.onnx.scope import DOMAIN, OPSET
+from kimigraph.codegen.onnx.scope import OPSET
 from kimigraph.ir.errors import UsageError
+from kimigraph.ir.onnx_format import DOMAIN
 from kimigraph.ir.program import CapturedProgram
 
 

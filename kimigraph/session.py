@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from kimigraph.codegen.architecture import ONNXRUNTIME, ahead_of_time_arch
+from kimigraph.codegen.architecture import ahead_of_time_arch
 from kimigraph.codegen.launch_memory import describe_memory
-from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.config import ONNXRUNTIME, CompileConfig
 from kimigraph.ir.device import device_for
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.mesh import DeviceMesh
@@ -105,6 +105,8 @@ def new_session(config: CompileConfig, notify: Notify) -> Generator[Session]:
     if config.cache_layout == "paged" and target == ONNXRUNTIME:
         raise UsageError(f"target {target!r} has caches as the model has them: leave out cache_layout, or take another")
     _check_phase(config, pipeline)
+    if config.reference != "eager" and not config.verify:
+        raise UsageError(f"--reference {config.reference} is what --verify compares with: add --verify, or leave it out")
     _check_ranks(config, pipeline, target)
     if config.verify and ahead_of_time_arch(target) is not None:
         require_runnable(target)
@@ -123,6 +125,13 @@ def _check_policy(config: CompileConfig, pipeline: Pipeline) -> None:
 
 
 def _check_phase(config: CompileConfig, pipeline: Pipeline) -> None:
+    if config.state_log < 1:
+        raise UsageError(f"state_log is {config.state_log}: give 1 (states are written with every token) or more")
+    if config.state_log > 1 and config.verify:
+        raise UsageError(
+            "state_log with --verify: the eager model writes the states that this program logs; verify the step that "
+            "writes them with every token, which computes the same outputs"
+        )
     if config.phase != "verify":
         return
     if "log-states" not in pipeline.names:

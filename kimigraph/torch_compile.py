@@ -39,6 +39,7 @@ MODEL_OPTIONS = (
     "phase",
     "policy",
     "random_weights",
+    "state_log",
     "tokens",
 )
 """Fields of ``CompileConfig`` that say what the model is, or change its caches: here the calls say it."""

@@ -119,11 +119,13 @@ class MergeHorizontal(Pass):
     def _looked_up(self, program: CapturedProgram, context: PassContext) -> Iterator[Remark]:
         """Rows of a table, their norm and the product of these."""
         for lookup in lookups(list(program.graph_module.graph.nodes)):
-            apart, together = lookup.apart(context.device), lookup.together()
+            apart, together = lookup.apart(context.device), lookup.together(context.device)
             prices = (
-                f"{apart * 1e6:.2f} us apart, {together.describe(context.device)} together on {context.device.name}"
+                f"{apart * 1e6:.2f} us apart, {together * 1e6:.2f} us together with"
+                f" {context.device.wait_seconds * 1e6:.2f} us until all programs see the normed rows on"
+                f" {context.device.name}"
             )
-            if together.seconds(context.device) >= apart:
+            if together >= apart:
                 refusal = Refused(f"one kernel does not pay: {prices}", lookup.members[-1], 1)
                 yield refusal.remark(self.name, lookup.members[-1])
             elif context.allow(_described(lookup.members[-1])):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.config import ONNXRUNTIME, CompileConfig
 from kimigraph.ir.errors import UsageError
 from kimigraph.passes.base import Pass
 from kimigraph.passes.options import parse_pass, print_pass
@@ -85,11 +85,18 @@ def default_pipeline(config: CompileConfig, registry: PassRegistry | None = None
     elif config.opt_level == 0:
         pipeline = Pipeline()
     else:
-        names = OPERATOR_PASSES if config.target == "cpu:onnxruntime" else tuple(BUILT_IN)
+        names = OPERATOR_PASSES if config.target == ONNXRUNTIME else tuple(BUILT_IN)
         kept = [registry.load(name) for name in names if name not in config.disabled_passes]
         pipeline = Pipeline(tuple(item() for item in kept if item.level <= config.opt_level))
+        pipeline = _for_ranks(pipeline, registry) if config.tp > 1 else pipeline
     pipeline = pipeline.without(config.disabled_passes)
     return pipeline.through(config.stop_after) if config.stop_after else pipeline
+
+
+def _for_ranks(pipeline: Pipeline, registry: PassRegistry) -> Pipeline:
+    """Experts of which each rank has a part are summed up before what follows them, which therefore stays apart."""
+    apart = parse_pass(registry.load("raise-moe"), "tail-tokens=0")
+    return Pipeline(tuple(apart if item.name == apart.name else item for item in pipeline))
 
 
 def _verified(pipeline: Pipeline, registry: PassRegistry) -> Pipeline:

@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 from kimigraph.adapters.onnx_model import require_onnx
 from kimigraph.adapters.tensor_version import tensor_versions
 from kimigraph.ir import env
+from kimigraph.ir.config import ONNXRUNTIME
 from kimigraph.ir.errors import CompileError, UsageError
 from kimigraph.ir.manifest import verify_artifact
 from kimigraph.ir.preparation import names_read
 from kimigraph.ir.program import InputSpec
 from kimigraph.runtime.onnx_step import OnnxStep
+from kimigraph.runtime.parallel import require_joined
 from kimigraph.runtime.prepared import PreparedWeight, PreparedWeights, in_turn, prepare_in_place
 
 Step = Callable[..., tuple[torch.Tensor, ...]]
@@ -32,7 +34,7 @@ class InputMismatchError(UsageError, TypeError):
 
 def require_runnable(target: str) -> None:
     """UsageError, with the remedy, unless this process can run programs of ``target``."""
-    if target == "cpu:onnxruntime":
+    if target == ONNXRUNTIME:
         require_onnx()
     if target == "cpu" and not env.enable_interpreter():
         raise UsageError(
@@ -88,7 +90,8 @@ class Executor:
     others, and for nothing else, leaves memory as soon as they are made.
 
     Raises CorruptArtifactError when a file is not what the manifest says, UsageError when this process cannot run the
-    target or a weight is missing, InputMismatchError (a TypeError) when a tensor is not what the program is made for.
+    target, has not joined its ranks or a weight is missing, InputMismatchError (a TypeError) when a tensor is not what
+    the program is made for.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Executor:
     ) -> None:
         self.manifest = verify_artifact(directory)
         require_runnable(self.manifest.target)
+        require_joined(self.manifest.ways)
         self.device = device_of(self.manifest.target)
         self._on_gpu = self.device.type == "cuda"
         onnx = self.manifest.kind == "onnx"

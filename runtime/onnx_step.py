@@ -31,7 +31,7 @@ class OnnxStep:
         same = versions == self._versions and all(map(is_, weights, self._weights))
         if self._session is None or not same:
             bound = {inputs[place].source: tensors[place] for place in self._held}
-            self._session = OnnxSession(self._path, bound=bound)
+            self._session = OnnxSession(self._path, torch.get_num_threads(), bound)
             self._weights, self._versions = weights, versions
         values = self._session.run({spec.source: tensor for spec, tensor in zip(inputs, tensors, strict=True)})
         results = list(values.values())

@@ -7,10 +7,11 @@ from typing import Any
 from kimigraph.adapters.onnx_model import model_proto, require_onnx, write_model
 from kimigraph.codegen.artifact import checksums_of, model_name, tree_text, versions, write_constants
 from kimigraph.codegen.onnx.model import narrow_types, translate_program
-from kimigraph.codegen.onnx.scope import DOMAIN, OPSET
+from kimigraph.codegen.onnx.scope import OPSET
 from kimigraph.codegen.self_test import REFERENCE, tolerance_of
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.manifest import ONNX_MODEL, KernelRecord, Manifest, record_file
+from kimigraph.ir.onnx_format import DOMAIN
 from kimigraph.ir.operators import cost_of, operator_of
 from kimigraph.ir.program import CapturedProgram
 

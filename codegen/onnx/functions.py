@@ -12,9 +12,10 @@ from kimigraph.adapters.torch_export import FunctionalGraph, export_functional, 
 from kimigraph.codegen.onnx.experts import gathered_experts
 from kimigraph.codegen.onnx.indexing import replaced
 from kimigraph.codegen.onnx.recurrence import scanned_prefill
-from kimigraph.codegen.onnx.scope import DOMAIN, Op, Scope
+from kimigraph.codegen.onnx.scope import Op, Scope
 from kimigraph.codegen.onnx.translation import Handler, Translation, arguments, is_semantic, tensor_of
 from kimigraph.ir.errors import CompileError
+from kimigraph.ir.onnx_format import DOMAIN
 from kimigraph.ir.operators import OPERATORS
 
 REFERENCES: dict[str, Callable[..., Any]] = {"moe_experts": gathered_experts, "kda_prefill": scanned_prefill}
@@ -142,9 +143,9 @@ class Semantics:
         for item in body.inputs:
             if item.value is not None:
                 translation.values[item.node] = scope.constant(item.value, item.value.dtype)
-        note = scope.note
+        origin = scope.note, scope.modules
         translation.run(body.graph)
-        scope.note = note
+        scope.note, scope.modules = origin
         results = [translation.name(leaf) for leaf in body.results if isinstance(leaf, Node)]
         written = [item for item in _arguments(body) if item.node.name in body.mutations]
         return results, [translation.name(body.mutations[item.node.name]) for item in written]

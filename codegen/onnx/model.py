@@ -17,11 +17,10 @@ from kimigraph.codegen.onnx.recurrence import RECURRENCE
 from kimigraph.codegen.onnx.scope import Op, Port, Scope
 from kimigraph.codegen.onnx.translation import Handler, Translation, unsupported
 from kimigraph.ir.errors import CompileError
+from kimigraph.ir.onnx_format import NEXT
 from kimigraph.ir.program import CapturedProgram, InputSpec
 
 TABLE: dict[str, Handler] = {**POINTWISE, **LAYOUT, **INDEXING, **PRODUCTS, **RECURRENCE}
-NEXT = ".next"
-"""What the output is called that holds the new value of a state: its input's name and this."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def translate_program(program: CapturedProgram, flat: bool = False, bind: bool =
     given = [(spec, item.node) for spec, item in zip(program.inputs, functional.inputs, strict=True)]
     translation.values |= {node: scope.unused(spec.source) for spec, node in given}
     translation.run(functional.graph)
-    scope.note = ""
+    scope.note, scope.modules = "", ()
     outputs: list[Port] = []
     for spec, leaf in zip(program.outputs, functional.results, strict=True):
         outputs.append(_output(translation, spec.source, leaf))

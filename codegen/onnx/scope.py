@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-DOMAIN = "kimigraph"
 OPSET = 20
 
 
@@ -21,6 +20,8 @@ class Op:
     domain: str = ""
     note: str = ""
     """Where the node comes from: its name in the graph and the line of the model."""
+    modules: tuple[str, ...] = ()
+    """The paths of the modules that it was written in, from the outermost."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Scope:
 
     ops: list[Op] = field(default_factory=lambda: [])
     note: str = ""
+    modules: tuple[str, ...] = ()
     _names: dict[str, int] = field(default_factory=lambda: {})
     _constants: dict[tuple[Any, ...], str] = field(default_factory=lambda: {})
 
@@ -67,7 +69,7 @@ class Scope:
         """A node with these attributes (None: left out), and the names of its outputs."""
         names = [self.unused(f"{kind.lower()}_{i}") for i in range(outputs)] if isinstance(outputs, int) else outputs
         given = {key: value for key, value in attributes.items() if value is not None}
-        self.ops.append(Op(kind, tuple(inputs), tuple(names), given, domain, self.note))
+        self.ops.append(Op(kind, tuple(inputs), tuple(names), given, domain, self.note, self.modules))
         return tuple(names)
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
@@ -79,9 +81,10 @@ class Scope:
         tensor = torch.as_tensor(value, dtype=dtype).contiguous()
         key = (dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         if key not in self._constants:
-            note, self.note = self.note, ""
+            origin = self.note, self.modules
+            self.note, self.modules = "", ()
             self._constants[key] = self.add("Constant", (), (self.unused("constant"),), value=tensor)[0]
-            self.note = note
+            self.note, self.modules = origin
         return self._constants[key]
 
     def integers(self, values: Sequence[int]) -> str:

@@ -31,7 +31,7 @@ class Translation:
         """Translate every node but the output and placeholders, whose names are in ``values``."""
         for node in graph.nodes:
             if node.op not in ("placeholder", "output"):
-                self.scope.note = _note(node)
+                self.scope.note, self.scope.modules = _note(node), _modules(node)
                 self.values[node] = self._translated(node)
 
     def _translated(self, node: Node) -> Value:
@@ -130,6 +130,11 @@ def unsupported(graph: Graph, table: Mapping[str, Handler]) -> list[tuple[str, s
 def _picks_by_mask(node: Node) -> bool:
     indices: Any = arguments(node)["indices"]
     return any(isinstance(index, Node) and tensor_of(index).dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def _modules(node: Node) -> tuple[str, ...]:
+    stack: dict[Any, Any] = node.meta.get("nn_module_stack") or {}
+    return tuple(str(entry[0] if isinstance(entry, tuple) else entry) for entry in stack.values())
 
 
 def _note(node: Node) -> str:

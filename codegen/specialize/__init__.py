@@ -27,6 +27,7 @@ BUILDERS: dict[str, Callable[[KernelRequest], KernelModule]] = {
     "fp8_quantize": quantize.build_fp8,
     "index_key_write": cache_writers.build_index_key,
     "kda_decode": kda_decode.build,
+    "kda_decode_logged": kda_decode.build,
     "kda_prefill": kda_prefill.build,
     "kda_prefill_deltas": kda_prefill_deltas.build,
     "kda_replay": kda_replay.build,

@@ -1,17 +1,22 @@
 """Shapes, strides and tiles of the KDA step, and of its forms that leave the states as they are."""
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
 from kimigraph.codegen.specialize.kda_strides import by_head, per_channel, per_head
 from kimigraph.codegen.specialize.rendering import ahead_of_time, needed, padded, refuse, render
 
+Value = TypeVar("Value")
+
 MOST_STATE = 256 * 256  # fp32 state elements of one head: the register file of one SM
 STATE_PER_WARP = 2048  # 64 registers a thread
 GLUON_SIDE = 128
+MOST_LOGGED = 16  # 24 KiB of records a program; the loop over them is unrolled
 MOST_TOKENS = 9  # a token and eight drafts; the loop over tokens is unrolled
 RECORDS = ("keys", "decays", "deltas", "inputs", "states")
+OF_PLAIN_STEPS = ("slots", "gate_weight")
+GATE_CONSTANTS = ("GATE_WEIGHT_STRIDE", "RANK", "BLOCK_R")
 SCHEDULES = (  # programs at most, parts of a state, streaming
     (132, 1, False),
     (1 << 31, 2, False),
@@ -24,6 +29,7 @@ def build(request: KernelRequest) -> KernelModule:
     qkv, taps, conv, gate, bias, rate, beta, state = (needed(request, name) for name in names)
     out_gate, norm, wide = (request.tensors.get(name) for name in ("out_gate", "norm_weight", "gate_weight"))
     records = {name: record(request, name) for name in RECORDS}
+    filled = request.tensors.get("filled")
     attributes = request.attributes
     batch, tokens = qkv.shape[:2]
     heads = math.prod(rate.shape)
@@ -39,6 +45,7 @@ def build(request: KernelRequest) -> KernelModule:
     lower_bound = attributes["lower_bound"]
     constants: dict[str, Any] = {
         "S": tokens,
+        "L": 0 if filled is None else needed(request, "keys").shape[1],
         "H": heads,
         "K": key_dim,
         "V": value_dim,
@@ -74,8 +81,9 @@ def build(request: KernelRequest) -> KernelModule:
         "gate_weight": wide,
         "out": qkv.dtype,
         **records,
+        "filled": filled,
     }
-    keeps = records["inputs"] is not None
+    keeps = records["keys"] is not None or records["inputs"] is not None
     launch = {"out": (batch, tokens, heads, value_dim), "grid": (batch * heads,)}
     if request.target.startswith("cuda") and fits_gluon(constants):
         return build_gluon(request.op, launch, operands, constants)
@@ -104,9 +112,8 @@ def fits_gluon(constants: dict[str, Any]) -> bool:
     """Whether the form for heads of 128 serves the step: three columns of history, K innermost, a few tokens."""
     fixed = {"K": GLUON_SIDE, "V": GLUON_SIDE, "W": 4, "N": 3}
     innermost = constants["STATE_STRIDE"][3] == 1
-    return (
-        all(constants[name] == value for name, value in fixed.items()) and innermost and constants["S"] <= MOST_TOKENS
-    )
+    fits = innermost and constants["S"] <= MOST_TOKENS and constants["L"] <= MOST_LOGGED
+    return fits and all(constants[name] == value for name, value in fixed.items())
 
 
 def build_gluon(
@@ -117,26 +124,34 @@ def build_gluon(
     Products and sums stay apart where the text does not join them: the compiler would join others in the step that
     verifies drafts than here, and its records would not be what this step adds to the state.
     """
-    absent = ("K", "V", "W", "N", "BLOCK_K", "BLOCK_V", "BLOCK_N", "INTERPRET")
-    constants = {name: value for name, value in constants.items() if name not in absent}
+    constants = without(constants, "K", "V", "W", "N", "BLOCK_K", "BLOCK_V", "BLOCK_N", "INTERPRET")
     options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
-    if operands["inputs"] is not None:
+    if operands["filled"] is not None:
+        kernel = "kda_logged_step"
+        operands = without(operands, *OF_PLAIN_STEPS, "inputs", "states")
+        constants = without(constants, *GATE_CONSTANTS, "S")
+        constants["PADDED"] = padded(constants["L"])
+        options["maxnreg"] = 128  # two programs share an SM
+    elif operands["inputs"] is not None:
         kernel = "kda_verify_step"
         if operands["states"] is None:
             options["maxnreg"] = 128  # two programs share an SM; who writes states as well waits for memory alone
-        operands = {name: spec for name, spec in operands.items() if name not in ("slots", "gate_weight")}
-        constants = {name: value for name, value in constants.items() if name not in ("GATE_WEIGHT_STRIDE", "RANK")}
-        constants["PADDED"] = padded(constants["S"])
-        del constants["BLOCK_R"]
+        operands = without(operands, *OF_PLAIN_STEPS, "filled")
+        constants = without(constants, *GATE_CONSTANTS, "L") | {"PADDED": padded(constants["S"])}
     else:
         kernel = "kda_step"
-        operands = {name: spec for name, spec in operands.items() if name not in RECORDS}
+        operands, constants = without(operands, *RECORDS, "filled"), without(constants, "L")
         parts, stream = parts_and_streaming(launch["grid"][0]) if constants["S"] == 1 else (1, False)
         constants |= {"BLOCKS": parts, "STREAM": stream}
         if constants["S"] == 1:
             options["maxnreg"] = 128  # two programs share an SM
     text = render(f"{op}_gluon", {**launch, kernel: constants, "options": options})
     return KernelModule(text, (ahead_of_time(kernel, operands, constants, options),))
+
+
+def without(values: dict[str, Value], *names: str) -> dict[str, Value]:
+    """The other entries."""
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def parts_and_streaming(programs: int) -> tuple[int, bool]:

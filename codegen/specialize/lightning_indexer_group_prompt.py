@@ -6,19 +6,21 @@ from typing import Any
 from kimigraph.codegen.kernel import KernelLaunch, KernelModule, KernelRequest, TensorSpec
 from kimigraph.codegen.specialize.lightning_indexer_groups import PAGE, fit_groups
 from kimigraph.codegen.specialize.lightning_indexer_prompt import (
-    CONSUMERS,
     LEAST_ROWS,
-    PROGRAMS,
+    NARROW,
     SLAB_WORDS,
     WARPS,
+    WIDE,
+    Groups,
     row_division,
     sample_tiles,
+    splits_of,
 )
 from kimigraph.codegen.specialize.lightning_indexer_split import EACH, selection, shared_tile
-from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, is_hopper, needed, padded, render
+from kimigraph.codegen.specialize.rendering import ahead_of_time, is_hopper, needed, render
 
 REAL_OPTIONS = {"num_warps": 4}
-STAGES = 6  # of 64 keys in bf16; three times 128 queries stand beside them
+STAGES = 6  # of 64 keys in bf16 beside three times 128 queries; beside twice 256 one less
 
 
 def serves(request: KernelRequest) -> bool:
@@ -31,17 +33,18 @@ def wins(request: KernelRequest) -> bool:
     return is_hopper(request.target) and needed(request, "q").shape[1] >= LEAST_ROWS
 
 
-def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
-    """Needs ``serves(request)``; ``slab`` overrides how many rows share the memory."""
+def build(request: KernelRequest, *, slab: int | None = None, groups: Groups | None = None) -> KernelModule:
+    """Needs ``serves(request)``. ``slab`` overrides how many rows share the memory, ``groups`` what multiplies."""
     q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
     scales, lengths, table = (request.tensors.get(name) for name in ("q_scales", "lengths", "block_table"))
     batch, tokens, heads = q.shape[:3]
     total = keys.shape[1] if table is None else table.shape[1] * PAGE
-    block = CONSUMERS * (128 // heads)
+    groups = groups or (WIDE if heads == 64 else NARROW)
+    block = groups.rows(heads)
     columns, row_tiles = row_division(total)
     words = total * (2 if row_tiles > 1 else 1)
     slab = min(slab or max(SLAB_WORDS // words, LEAST_ROWS), tokens)
-    splits = min(padded(ceil_div(PROGRAMS, ceil_div(slab, block))), padded(ceil_div(total, 16 * PAGE)), 32)
+    splits = splits_of(slab, block, total)
     by_rows = bool(request.attributes.get("rows", False))
     score: dict[str, Any] = {
         "T": total,
@@ -52,9 +55,10 @@ def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
         "TABLE_STRIDE": 1,
         "QUANTISED": False,
         "SPLITS": splits,
-        "STAGES": STAGES,
-        "REGISTERS": 160,
-        "BY_QUARTERS": False,
+        "STAGES": STAGES if groups.queries == 128 else STAGES - 1,
+        "REGISTERS": groups.own,
+        "BY_QUARTERS": heads == 64,
+        "QUERIES": groups.queries,
     }
     select: dict[str, Any] = {
         "S": slab,
@@ -81,7 +85,7 @@ def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
             "Q_SCALE_STRIDE": (0, 0, 0) if scales is None else scales.stride[1:],
         },
     }
-    score_options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128}
+    score_options: dict[str, Any] = {"num_warps": 4, "maxnreg": groups.registers}
     select_options: dict[str, Any] = {"num_warps": WARPS, "maxnreg": 128}
     route = f"MXFP8, many rows, four launches a slab of {slab} rows"
     constants = {

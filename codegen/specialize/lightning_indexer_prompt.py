@@ -1,6 +1,6 @@
 """The Lightning Indexer over many query rows in slabs on Hopper: where it serves, its slabs and tiles."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kimigraph.codegen.kernel import KernelLaunch, KernelModule, KernelRequest, TensorSpec
@@ -9,10 +9,10 @@ from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, is_h
 
 PAGE = 64
 WIDTH = 128
+FEW_KEYS = 8192
 LEAST_ROWS = 64  # fewer leave multiprocessors idle
 SLAB_WORDS = 1 << 26  # of memory for a slab, 256 MiB
-PROGRAMS = 4 * 132  # of a slab's scores: rows see more keys the later they stand, so that a few each are even
-CONSUMERS = 3
+PROGRAMS = 3 * 132  # of a slab's scores: rows see more keys the later they stand, so that a few each are even
 STAGES = 8
 WARPS = 8  # of a row's selection
 HELD = 8192  # codes of a whole row that they hold at once
@@ -58,19 +58,48 @@ def sample_tiles(tiles: int) -> int:
     return min(tiles, max(8, ceil_div(tiles, 2)))
 
 
-def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
-    """Needs ``serves(request)``; ``slab`` overrides how many rows share the memory."""
+@dataclass(frozen=True)
+class Groups:
+    """What multiplies a page: ``number`` groups of four warps, each with ``queries`` rows of heads. Its threads have
+    ``own`` registers, all of a program ``registers`` in the mean."""
+
+    number: int
+    queries: int
+    own: int
+    registers: int
+
+    def rows(self, heads: int) -> int:
+        """Query rows of a program."""
+        return self.number * (self.queries // heads)
+
+
+NARROW, WIDE = Groups(3, 128, 160, 128), Groups(2, 256, 232, 168)
+
+
+def groups_of(heads: int, total: int) -> Groups:
+    """The faster ones. Blocks of more rows leave multiprocessors idle where rows see few keys."""
+    return WIDE if heads == 64 and total > FEW_KEYS else NARROW
+
+
+def splits_of(slab: int, block: int, total: int) -> int:
+    """How many programs share the pages of a block of rows, a power of two."""
+    return min(padded(ceil_div(PROGRAMS, ceil_div(slab, block))), padded(ceil_div(total, 16 * PAGE)), 32)
+
+
+def build(request: KernelRequest, *, slab: int | None = None, groups: Groups | None = None) -> KernelModule:
+    """Needs ``serves(request)``. ``slab`` overrides how many rows share the memory, ``groups`` what multiplies."""
     q, weights = needed(request, "q"), needed(request, "weights")
     lengths, table = request.tensors.get("lengths"), request.tensors.get("block_table")
     batch, tokens, heads = q.shape[:3]
     assert table is not None
     total = table.shape[1] * PAGE
     top = int(request.attributes["k"])
-    block = CONSUMERS * (128 // heads)
+    groups = groups or groups_of(heads, total)
+    block = groups.rows(heads)
     columns, row_tiles = row_division(total)
     words = total * (2 if row_tiles > 1 else 1)
     slab = min(slab or max(SLAB_WORDS // words, LEAST_ROWS), tokens)
-    splits = min(padded(ceil_div(PROGRAMS, ceil_div(slab, block))), padded(ceil_div(total, 16 * PAGE)), 32)
+    splits = splits_of(slab, block, total)
     by_rows = bool(request.attributes.get("rows", False))
     score: dict[str, Any] = {
         "T": total,
@@ -82,8 +111,9 @@ def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
         "QUANTISED": True,
         "SPLITS": splits,
         "STAGES": STAGES,
-        "REGISTERS": 160,
+        "REGISTERS": groups.own,
         "BY_QUARTERS": heads == 64,
+        "QUERIES": groups.queries,
     }
     select: dict[str, Any] = {
         "S": slab,
@@ -98,7 +128,7 @@ def build(request: KernelRequest, *, slab: int | None = None) -> KernelModule:
         "TILES": row_tiles,
         "SAMPLE": sample_tiles(row_tiles),
     }
-    score_options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128}
+    score_options: dict[str, Any] = {"num_warps": 4, "maxnreg": groups.registers}
     select_options: dict[str, Any] = {"num_warps": WARPS, "maxnreg": 128}
     route = f"many rows, two launches a slab of {slab} rows"
     constants = {

@@ -1,6 +1,6 @@
 """Which kernels serve a call of routed experts, and the tiles of those for any device and size.
 
-On Hopper one token of bare experts streams all its weights through one launch, and long prompts lay their rows by
+On Hopper one token streams its experts' weights through one launch, and long prompts lay their rows by
 expert. MXFP4 weights have a form for a few tokens; for more, or without what follows, picks are listed by expert.
 """
 

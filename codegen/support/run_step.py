@@ -14,6 +14,10 @@ from typing import Any
 import torch
 
 EXIT_DIFFERENT = 3
+GROUP = "kimigraph.tp"
+"""The ranks that run a program together."""
+Shares = dict[str, list[int]]
+"""Of what ranks share out, the fields of its share, by source name."""
 
 
 def main(
@@ -32,18 +36,27 @@ def main(
     seeded, files = load("support/seeded.py"), load("support/tensor_file.py")
     weight_seed = manifest["info"].get("weight_seed") if options.seed is None else None
     inputs, made = manifest["inputs"], manifest["preparation"]
+    ways = manifest["info"].get("mesh", {}).get("tp", 1)
+    rank = load("support/ranks.py").join(GROUP, ways, device.type) if ways > 1 else 0
     own = [record for record in inputs if record["source"] not in made] + manifest["sources"]
-    tensors = make_tensors(own, seed, seeded.seeded_tensor, weight_seed)
+    shares = {record["source"]: record["share"] for record in own if record.get("share")}
+    make = seeded.seeded_tensor if ways == 1 else parts_of(shares, load("support/shares.py"), seeded, rank)
+    tensors = make_tensors(own, seed, make, weight_seed)
     replace_tensors(tensors, constants_of(here, inputs, files))
     if options.weights:
-        replace_tensors(tensors, weights_of(options.weights, own, tensors, files))
+        given = weights_of(options.weights, own, tensors, files)
+        replace_tensors(tensors, given if ways == 1 else taken(given, shares, load("support/shares.py"), rank))
     prepare = load("support/preparation.py").prepare
     tensors |= {name: prepare(steps, tensors) for name, steps in made.items()}
     arguments = [tensors[record["source"]].to(device) for record in inputs]
     outputs = step(*arguments)
+    if ways > 1:
+        arguments = gathered(arguments, inputs, load("support/shares.py"), load("support/ranks.py"))
     sums = dict(checksums(manifest, arguments, outputs, seed, seeded.checksum))
-    for name, (total, magnitudes, dot) in sums.items():
+    for name, (total, magnitudes, dot) in sums.items() if rank == 0 else ():
         print(name, repr(total), repr(magnitudes), repr(dot))
+    if ways > 1:
+        load("support/ranks.py").leave()
     if options.check:
         sys.exit(compare(sums, manifest, seeded.same_checksum))
 
@@ -62,6 +75,39 @@ def make_tensors(
         values = seeded(record["source"], record["shape"], dtype, record["kind"], own, record["value_range"])
         tensors[record["source"]] = with_strides(values, record["stride"])
     return tensors
+
+
+def parts_of(shares: Shares, share: ModuleType, seeded: ModuleType, rank: int) -> Callable[..., torch.Tensor]:
+    """What makes the seeded tensors of one rank: its parts of the whole ones."""
+
+    def make(source: str, shape: list[int], *rest: Any) -> torch.Tensor:
+        if source not in shares:
+            return seeded.seeded_tensor(source, shape, *rest)
+        part = share.Share(*shares[source])
+        return part.take(seeded.seeded_tensor(source, part.whole(shape), *rest), rank)
+
+    return make
+
+
+def taken(
+    given: Iterator[tuple[str, torch.Tensor]], shares: Shares, share: ModuleType, rank: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of whole tensors what one rank has."""
+    for name, value in given:
+        yield name, share.Share(*shares[name]).take(value, rank) if name in shares else value
+
+
+def gathered(
+    arguments: list[torch.Tensor], inputs: list[dict[str, Any]], share: ModuleType, ranks: ModuleType
+) -> list[torch.Tensor]:
+    """The arguments with those that the step updates whole."""
+    found: list[torch.Tensor] = []
+    for record, value in zip(inputs, arguments, strict=True):
+        if record["mutated"] and record.get("share"):
+            part = share.Share(*record["share"])
+            value = part.join(ranks.whole_of(value, part.ways, GROUP))
+        found.append(value)
+    return found
 
 
 def with_strides(values: torch.Tensor, stride: list[int]) -> torch.Tensor:

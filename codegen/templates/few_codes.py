@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from kimigraph.codegen.templates.cluster import everywhere
 from kimigraph.codegen.templates.row_histogram import add
-from kimigraph.codegen.templates.row_listing import fill_rest, listed_ids
+from kimigraph.codegen.templates.row_listing import before_warp, fill_rest, listed_ids
 from kimigraph.codegen.templates.row_slices import keep, load_codes
 from kimigraph.codegen.templates.score_window import part_of_range
 from kimigraph.codegen.templates.shared_counts import (
@@ -23,6 +23,7 @@ from kimigraph.codegen.templates.shared_counts import (
     get_note,
     listed,
     listed_labels,
+    note_three,
     set_counts,
     set_note,
 )
@@ -33,6 +34,24 @@ from kimigraph.codegen.templates.shared_pool import get_word, highest_bit, mark,
 def words_in_turn(NUMBER: gl.constexpr, WARPS: gl.constexpr, CTAS: gl.constexpr):
     """The first words of the memory, four in a row a thread."""
     return gl.arange(0, NUMBER, layout=everywhere([4], [32], [WARPS], CTAS))
+
+
+@gluon.jit
+def words_by_warp(NUMBER: gl.constexpr, WARPS: gl.constexpr, CTAS: gl.constexpr):
+    """The same [WARPS, NUMBER / WARPS]: what stands before a word in its own warp is no other warp's business."""
+    LAYOUT: gl.constexpr = everywhere([1, 4], [1, 32], [WARPS, 1], CTAS)
+    warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    return warp * (NUMBER // WARPS) + gl.expand_dims(gl.arange(0, NUMBER // WARPS, layout=gl.SliceLayout(0, LAYOUT)), 0)
+
+
+@gluon.jit
+def sums_before(numbers, WARPS: gl.constexpr, CTAS: gl.constexpr):
+    """For each number at ``words_by_warp`` the sum of those before it; takes notes from 128 on."""
+    LAYOUT: gl.constexpr = everywhere([1, 4], [1, 32], [WARPS, 1], CTAS)
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, LAYOUT))
+    running = gl.associative_scan(numbers, 1, add)
+    before, _ = before_warp(gl.sum(numbers, 1), warp, 128, WARPS)
+    return gl.expand_dims(before, 1) + running - numbers
 
 
 @gluon.jit
@@ -53,12 +72,8 @@ def place_of_few(wanted, WARPS: gl.constexpr, CTAS: gl.constexpr):
     counts = get_counts(places)
     at_least = gl.associative_scan(counts, 0, add)
     before = at_least - counts
-    # One thread tells all; the notes from 64 on are nobody's.
-    here = (at_least >= wanted) & (before < wanted)
-    elsewhere = 64 + (places & 63)
-    set_note(gl.where(here, 0, elsewhere), places)
-    set_note(gl.where(here, 1, elsewhere), before)
-    set_note(gl.where(here, 2, elsewhere), counts)
+    # One thread tells all.
+    note_three((at_least >= wanted) & (before < wanted), places, before, counts)
     tl.debug_barrier()
     return get_note(gl.to_tensor(0)), get_note(gl.to_tensor(1)), get_note(gl.to_tensor(2))
 
@@ -140,15 +155,18 @@ def number_in_pools(POOL: gl.constexpr, WARPS: gl.constexpr, CTAS: gl.constexpr)
 
 @gluon.jit
 def codes_of_pools(POOL: gl.constexpr, WARPS: gl.constexpr, CTAS: gl.constexpr):
-    """The codes that the row's programs pooled, 0 where there is none, and their positions."""
+    """The codes that the row's programs pooled, 0 where there is none, and their positions. Who has computed with all
+    of the former has read all."""
     EACH: gl.constexpr = POOL // WARPS
     LAYOUT: gl.constexpr = everywhere([1, 1], [1, 32], [WARPS, 1], CTAS)
     warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, LAYOUT)), 1)
     column = gl.expand_dims(gl.arange(0, EACH, layout=gl.SliceLayout(0, LAYOUT)), 0)
     index = warp * EACH + column
     program, place = index // (POOL // CTAS), index % (POOL // CTAS)
-    code = count_of(2112 + place, program).to(gl.uint32, bitcast=True)
-    return code, count_of(6208 + place, program), column
+    code = count_of(2112 + place, program)
+    position = count_of(6208 + place, program)
+    # No code has such a position: the condition makes who computes with a code wait for its position, too.
+    return gl.where(position < 0, 0, code).to(gl.uint32, bitcast=True), position, column
 
 
 @gluon.jit
@@ -208,14 +226,13 @@ def last_winner(number, wanted, WARPS: gl.constexpr, CTAS: gl.constexpr):
 @gluon.jit
 def rank_by_position(position, live, MARKS: gl.constexpr, WARPS: gl.constexpr, CTAS: gl.constexpr):
     """How many of the positions that are ``live`` are lower, for each of them; the memory's words are overwritten."""
-    words = words_in_turn(MARKS, WARPS, CTAS)
+    words = words_by_warp(MARKS, WARPS, CTAS)
     tl.debug_barrier()
     set_counts(words, gl.zeros_like(words))
     tl.debug_barrier()
     mark(position, live)
     tl.debug_barrier()
-    bits = ones(get_counts(words))
-    set_counts(MARKS + words, gl.associative_scan(bits, 0, add) - bits)
+    set_counts(MARKS + words, sums_before(ones(get_counts(words)), WARPS, CTAS))
     tl.debug_barrier()
     word = gl.where(live, position >> 5, 0)
     return get_word(MARKS + word) + ones(get_word(word) & ((1 << (position & 31)) - 1))
@@ -236,12 +253,11 @@ def list_from_cut(
 
 @gluon.jit
 def list_winners_of(
-    code, position, column, number, bound, peak, out, table, wanted: gl.constexpr, TABLE_STRIDE: gl.constexpr,
+    code, position, column, number, bound, peak, shift, out, table, wanted: gl.constexpr, TABLE_STRIDE: gl.constexpr,
     MARKS: gl.constexpr, WARPS: gl.constexpr, CTAS: gl.constexpr,
 ):  # fmt: skip
-    """Write the ``wanted`` largest of ``number`` codes from ``bound`` to ``peak``, in ascending position."""
-    shift = few_shift(bound, peak)
-    count_between(code, bound, peak, shift, column, WARPS, CTAS)
+    """Write the ``wanted`` largest of ``number`` codes from ``bound`` to ``peak``, in ascending position. They are
+    counted, in places of 2 ** shift."""
     place, above, there = place_of_few(wanted, WARPS, CTAS)
     begin, last = part_of_range(gl.maximum(place, 0), shift, bound, peak)
     cut, cut_position = cut_in_place(

@@ -13,15 +13,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kimigraph.codegen.templates.cluster import (
-    done_with_cluster,
     everywhere,
+    leave_cluster,
     meet_cluster,
     rank_in_cluster,
     wait_for_cluster,
 )
 from kimigraph.codegen.templates.few_codes import (
     codes_of_pools,
+    count_between,
     empty_pool,
+    few_shift,
     list_winners_of,
     number_in_pools,
     place_in_window,
@@ -81,8 +83,12 @@ def select_bounded(
     if fit:
         if part == 0:
             pooled, at, slot = codes_of_pools(POOL, WARPS, CTAS)
+            shift = few_shift(bound, peak)
+            count_between(pooled, bound, peak, shift, slot, WARPS, CTAS)
             leave_row(CTAS)
-            list_winners_of(pooled, at, slot, number, bound, peak, out, table, K, TABLE_STRIDE[1], MARKS, WARPS, CTAS)
+            list_winners_of(
+                pooled, at, slot, number, bound, peak, shift, out, table, K, TABLE_STRIDE[1], MARKS, WARPS, CTAS
+            )
         else:
             leave_row(CTAS)
         if CTAS > 1:
@@ -113,8 +119,8 @@ def meet_row(CTAS: gl.constexpr):
 
 @gluon.jit
 def leave_row(CTAS: gl.constexpr):
-    """This thread reads nothing more of other programs."""
+    """This thread reads nothing more of other programs, and has computed with what it read."""
     if CTAS > 1:
-        done_with_cluster()
+        leave_cluster()
     else:
         tl.debug_barrier()

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from kimigraph.codegen.templates.launch_order import let_next_launch_start, wait_for_earlier_launch
+from kimigraph.codegen.templates.launch_order import bring_to_l2, let_next_launch_start, wait_for_earlier_launch
 from kimigraph.codegen.templates.order_code import order_code
 
 
@@ -241,6 +241,21 @@ def score_tiles(
 
 
 @gluon.jit
+def bring_inputs(
+    lengths, block_table, sequence, split, T: gl.constexpr, LENGTH_STRIDE: gl.constexpr, TABLE_STRIDE: gl.constexpr,
+    SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Have the row's length and the program's table entries on their way: they decide which keys are fetched."""
+    lane = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    if lengths is not None:
+        bring_to_l2(lengths + sequence * LENGTH_STRIDE + lane * 0, lane == 0)
+    if block_table is not None:
+        page = split + lane * SPLITS
+        place = block_table + sequence * TABLE_STRIDE[0] + page.to(gl.int64) * TABLE_STRIDE[1]
+        bring_to_l2(place, page < T // 64)
+
+
+@gluon.jit
 def score_rows(
     tiles, scale_rows, q, weights, lengths, block_table, codes, tops, peaks,
     S: gl.constexpr, T: gl.constexpr, H: gl.constexpr, SCALE: gl.constexpr,
@@ -267,6 +282,7 @@ def score_rows(
         hopper.mbarrier.init(full.index(stage), count=1)
         hopper.mbarrier.init(empty.index(stage), count=1)
     let_next_launch_start()
+    bring_inputs(lengths, block_table, sequence, split, T, LENGTH_STRIDE, TABLE_STRIDE, SPLITS)
     wait_for_earlier_launch()
     gl.warp_specialize(
         [

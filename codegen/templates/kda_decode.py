@@ -35,7 +35,7 @@ def launch(
     constants = {**CONSTANTS["kda_step"], "INTERPRET": INTERPRET}
     kda_step[CONSTANTS["grid"]](
         qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight, slots,
-        gate_weight, out, None, None, None, None, None,
+        gate_weight, out, None, None, None, None, None, None,
         **constants, **CONSTANTS["options"],
     )  # fmt: skip
     return out

@@ -160,7 +160,9 @@ def kda_step(
     deltas,
     inputs,
     states,
+    filled,
     S: tl.constexpr,
+    L: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -192,6 +194,9 @@ def kda_step(
 
     With ``inputs`` neither state is written: the raw projections go there, and what each token adds to the state into
     ``keys``, ``decays`` and ``deltas``, or the state behind each token into ``states``.
+
+    With ``filled`` the state lies that many tokens behind (fewer than L), whose records come first. The token becomes
+    the next record or, as the L-th, writes the state.
     """
     sequence = (tl.program_id(0) // H).to(tl.int64)
     head = tl.program_id(0) % H
@@ -212,6 +217,17 @@ def kda_step(
     place = place + v[:, None] * STATE_STRIDE[2] + k[None, :] * STATE_STRIDE[3]
     in_state = own_v[:, None] & own_k[None, :]
     memory = tl.load(place, mask=in_state, other=0.0).to(tl.float32)
+    writes = inputs is None
+    if filled is not None:
+        count = tl.load(filled + sequence).to(tl.int32)
+        writes = count + 1 == L
+        own_log = sequence * (L * H) + head
+        for number in range(count):
+            record = own_log + number * H
+            then_decay = tl.load(decays + record * K + k, mask=in_k, other=0.0)
+            then_key = tl.load(keys + record * K + k, mask=in_k, other=0.0)
+            then_delta = tl.load(deltas + record * V + v, mask=in_v, other=0.0)
+            memory = tl.fma(then_delta[:, None], then_key[None, :], memory * then_decay[None, :])
     qkv_row = qkv + sequence * QKV_STRIDE[0]
     conv_row = conv_state + slot * CONV_STRIDE[0]
     q_channel = (head * K + k).to(tl.int64)
@@ -256,6 +272,12 @@ def kda_step(
             result = result * sigmoid(tl.load(gate_at, mask=in_v, other=0.0).to(tl.float32))
         out_row = out + ((sequence * S + token) * H + head) * V
         tl.store(out_row + v, narrow(result, out, INTERPRET), mask=in_v)
+        if filled is not None:
+            if not writes:
+                record = own_log + count * H
+                tl.store(keys + record * K + k, key, mask=in_k)
+                tl.store(decays + record * K + k, decay, mask=in_k)
+                tl.store(deltas + record * V + v, delta, mask=in_v)
         if inputs is not None:
             record = (sequence * S + token) * H + head
             if states is not None:
@@ -270,7 +292,7 @@ def kda_step(
             copy_inputs(raw_row, input_row, q_channel, in_k, QKV_STRIDE, INTERPRET)
             copy_inputs(raw_row, input_row, k_channel, in_k, QKV_STRIDE, INTERPRET)
             copy_inputs(raw_row, input_row, v_channel, in_v, QKV_STRIDE, INTERPRET)
-    if inputs is None:
+    if writes:
         tl.store(place, narrow(memory, state, INTERPRET), mask=in_state)
     if (N > 0) & (inputs is None):
         new_q = next_columns(qkv_row, conv_row, q_channel, own_k, S, QKV_STRIDE, CONV_STRIDE, N, BLOCK_N, INTERPRET)

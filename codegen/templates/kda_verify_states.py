@@ -34,7 +34,7 @@ def launch(
     constants = {**CONSTANTS["kda_step"], "INTERPRET": INTERPRET}
     kda_step[CONSTANTS["grid"]](
         qkv, conv_weight, conv_state, gate, dt_bias, a_log, beta, state, out_gate, norm_weight, None, None, out,
-        None, None, None, inputs, states,
+        None, None, None, inputs, states, None,
         **constants, **CONSTANTS["options"],
     )  # fmt: skip
     return out

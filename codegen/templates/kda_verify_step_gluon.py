@@ -59,8 +59,10 @@ def kda_verify_step(
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     VALUES: gl.constexpr = gl.SliceLayout(1, TILE)
     KEYS: gl.constexpr = gl.SliceLayout(0, TILE)
-    WINDOW: gl.constexpr = gl.BlockedLayout([1, 2, 4], [1, 32, 1], [4, WARPS // 4, 1], [2, 1, 0])
-    CHANNELS: gl.constexpr = gl.SliceLayout(2, WINDOW)
+    # [q, k, gate, v; channel]: two channels a thread, whose latest inputs it keeps.
+    CHANNELS: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, WARPS // 4], [1, 0])
+    # Lanes that have the same rows of the state keep results of different tokens.
+    RESULTS: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
     OUTPUTS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     let_next_launch_start()
     program = gl.program_id(0)
@@ -73,16 +75,20 @@ def kda_verify_step(
 
     row = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, CHANNELS)), 1)
     at = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, CHANNELS)), 0)
-    time = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, WINDOW))), 0), 0)
     is_gate = (row == 2) & (at >= 0)
-    mixes = gl.expand_dims((row != 2) & (at >= 0), 2) & (time >= 0)
+    mixes = (row != 2) & (at >= 0)
     channel = gl.where(row == 3, 2, row) * (H * D) + head * D + at
-    across = gl.expand_dims(channel, 2)
-    conv_place = conv_state + sequence * CONV_STRIDE[0] + (across * CONV_STRIDE[1] + time * CONV_STRIDE[2])
-    x_place = qkv + sequence * QKV_STRIDE[0] + (across * QKV_STRIDE[2] + time * QKV_STRIDE[1])
+    conv_place = conv_state + sequence * CONV_STRIDE[0] + channel * CONV_STRIDE[1]
+    x_place = qkv + sequence * QKV_STRIDE[0] + channel * QKV_STRIDE[2]
     gate_place = gate + sequence * GATE_STRIDE[0] + head * GATE_STRIDE[2] + at * GATE_STRIDE[3] + row * 0
     beta_place = beta + sequence * BETA_STRIDE[0] + head * BETA_STRIDE[2]
-    taps = gl.load(conv_weight + (across * TAP_STRIDE[0] + time * TAP_STRIDE[1]), mask=mixes, other=0.0)
+    oldest = gl.load(conv_place, mask=mixes, other=0.0).to(gl.float32)
+    older = gl.load(conv_place + CONV_STRIDE[2], mask=mixes, other=0.0).to(gl.float32)
+    old = gl.load(conv_place + 2 * CONV_STRIDE[2], mask=mixes, other=0.0).to(gl.float32)
+    taps = ()
+    for tap in gl.static_range(4):
+        tap_place = conv_weight + channel * TAP_STRIDE[0] + tap * TAP_STRIDE[1]
+        taps = taps + (gl.load(tap_place, mask=mixes, other=0.0).to(gl.float32),)
     bias_place = dt_bias + head * BIAS_STRIDE[0] + at * BIAS_STRIDE[1] + row * 0
     bias = gl.load(bias_place, mask=is_gate, other=0.0).to(gl.float32)
     rate = gl.exp(gl.load(a_log + head * RATE_STRIDE).to(gl.float32))
@@ -90,16 +96,22 @@ def kda_verify_step(
     # Rows 4 t to 4 t + 3 are q, k, exp(g) and v of token t.
     exchange = gl.allocate_shared_memory(gl.float32, [4 * PADDED, D], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     flat = exchange._reinterpret(gl.float32, [4 * PADDED * D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    results = gl.allocate_shared_memory(gl.float32, [PADDED * D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    strengths = ()
+    numbers = gl.allocate_shared_memory(gl.float32, [4 * PADDED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    at_token = gl.arange(0, PADDED, layout=VALUES)
+    strength = gl.load(beta_place + at_token * BETA_STRIDE[1], mask=at_token < S, other=0.0)
+    # All loads come before the first store, behind which they would have to wait.
+    inputs_of = ()
+    logits = ()
     for token in gl.static_range(S):
-        # Place j of the window is the input of token - 3 + j, from this step or from the state before it.
-        x = gl.load(x_place + (token - 3) * QKV_STRIDE[1], mask=mixes & (time >= 3 - token), other=0.0)
-        old = gl.load(conv_place + token * CONV_STRIDE[2], mask=mixes & (time < 3 - token), other=0.0)
-        logit = gl.load(gate_place + token * GATE_STRIDE[1], mask=is_gate, other=0.0)
-        strengths = strengths + (gl.load(beta_place + token * BETA_STRIDE[1]),)
-        window = gl.where(time >= 3 - token, x.to(gl.float32), old.to(gl.float32))
-        mixed = gl.sum(window * taps.to(gl.float32), 2)
+        inputs_of = inputs_of + (gl.load(x_place + token * QKV_STRIDE[1], mask=mixes, other=0.0),)
+        logits = logits + (gl.load(gate_place + token * GATE_STRIDE[1], mask=is_gate, other=0.0),)
+    for token in gl.static_range(S):
+        raw = inputs_of[token]
+        logit = logits[token]
+        x = raw.to(gl.float32)
+        # The order of the decode kernel's sum.
+        mixed = oldest * taps[0] + older * taps[1] + old * taps[2] + x * taps[3]
+        oldest, older, old = older, old, x
         if LOWER_BOUND is None:
             decay = gl.exp(log_decay(logit.to(gl.float32) + bias, rate, None))
             value = gl.where(is_gate, decay, mixed * sigmoid(mixed))
@@ -113,8 +125,7 @@ def kda_verify_step(
         if keys is not None:
             gl.store(keys + record * D + at + row * 0, value, mask=(row == 1) & (at >= 0))
             gl.store(decays + record * D + at + row * 0, value, mask=is_gate)
-        input_place = inputs + (sequence * S + token) * (3 * H * D) + across + time * 0
-        gl.store(input_place, x.to(inputs.dtype.element_ty), mask=mixes & (time == 3))
+        gl.store(inputs + (sequence * S + token) * (3 * H * D) + channel, raw.to(inputs.dtype.element_ty), mask=mixes)
 
     t = gl.expand_dims(gl.arange(0, PADDED, layout=gl.SliceLayout(1, OUTPUTS)), 1)
     c = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUTS)), 0)
@@ -126,19 +137,35 @@ def kda_verify_step(
     if norm_weight is not None:
         factors = gl.load(norm_weight + c * NORM_STRIDE)
 
+    # Norms are numbers of a token: those of all tokens are summed at once, each in the order of the decode kernel.
+    tokens = exchange._reinterpret(gl.float32, [PADDED, 4 * D], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    query = tokens.slice(0, D, 1).load(TILE)
+    key = tokens.slice(D, D, 1).load(TILE)
+    squares_q, squares_k, agreement = gl.reduce((query * query, key * key, query * key), 1, add_triples)
+    norm_q = gl.rsqrt(squares_q + L2_EPS) * SCALE
+    norm_k = gl.rsqrt(squares_k + L2_EPS)
+    numbers.slice(0, PADDED, 0).store(norm_q)
+    numbers.slice(PADDED, PADDED, 0).store(norm_k)
+    numbers.slice(2 * PADDED, PADDED, 0).store(agreement * norm_q * norm_k)
+    numbers.slice(3 * PADDED, PADDED, 0).store(sigmoid(strength.to(gl.float32)))
+
+    of_token = gl.expand_dims(gl.arange(0, PADDED, layout=gl.SliceLayout(0, RESULTS)), 0)
+    of_value = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(1, RESULTS)), 1) >= 0
+    results = gl.zeros([D, PADDED], gl.float32, layout=RESULTS)
     for token in gl.static_range(S):
         query = exchange.slice(4 * token, 1, 0).load(TILE)
         key = exchange.slice(4 * token + 1, 1, 0).load(TILE)
         decay = exchange.slice(4 * token + 2, 1, 0).load(TILE)
         value = flat.slice((4 * token + 3) * D, D, 0).load(VALUES)
-        squares_q, squares_k, agreement = gl.reduce((query * query, key * key, query * key), 1, add_triples)
-        norm_q = gl.sum(gl.rsqrt(squares_q + L2_EPS), 0) * SCALE
-        norm_k = gl.sum(gl.rsqrt(squares_k + L2_EPS), 0)
-        agreement = gl.sum(agreement, 0) * norm_q * norm_k
+        norm_q = numbers.slice(token, 1, 0).load(VALUES)
+        norm_k = numbers.slice(PADDED + token, 1, 0).load(VALUES)
+        agreement = numbers.slice(2 * PADDED + token, 1, 0).load(VALUES)
+        strength = numbers.slice(3 * PADDED + token, 1, 0).load(VALUES)
         memory = memory * decay
         recalled, read = gl.reduce((memory * key, memory * query), 1, add_pairs)
-        delta = sigmoid(strengths[token].to(gl.float32)) * (value - recalled * norm_k)
-        results.slice(token * D, D, 0).store(read * norm_q + delta * agreement)
+        delta = strength * (value - recalled * norm_k)
+        result = gl.convert_layout(read * norm_q + delta * agreement, gl.SliceLayout(1, RESULTS))
+        results = gl.where((of_token == token) & of_value, gl.expand_dims(result, 1), results)
         # One rounding, as in decoding and in the fold: they then agree to the bit.
         factor = delta * norm_k
         memory = gl.fma(gl.expand_dims(factor, 1), key, memory)
@@ -149,7 +176,9 @@ def kda_verify_step(
             after = gl.expand_dims(v * D, 1) + gl.expand_dims(k, 0)
             gl.store(states + record * (D * D) + after, memory.to(states.dtype.element_ty))
 
-    result = results._reinterpret(gl.float32, [PADDED, D], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).load(OUTPUTS)
+    turned = gl.allocate_shared_memory(gl.float32, [D, PADDED], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
+    turned.store(results)
+    result = turned.permute((1, 0)).load(OUTPUTS)
     if norm_weight is not None:
         scale = gl.rsqrt(gl.sum(result * result, 1) / D + NORM_EPS)
         result = result * gl.expand_dims(scale, 1) * factors.to(gl.float32)

@@ -22,3 +22,23 @@ def let_next_launch_start():
 def wait_for_earlier_launch():
     """Wait until the launches before this one have ended and what they wrote can be read."""
     tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def bring_to_l2(place, live):
+    """Have the lines at each place that is ``live`` on their way to the L2 cache. That may be done before
+    ``wait_for_earlier_launch``: what an earlier launch still writes there, it writes to that cache."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred live;
+        setp.ne.s32 live, $2, 0;
+        @live prefetch.global.L2 [$1];
+        } // $0
+        """,
+        "=r,l,r",
+        [place.to(tl.uint64, bitcast=True), live.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -21,7 +21,7 @@ def launch(q, keys, weights, lengths=None, mask=None, block_table=None, q_scales
     codes, peaks, kept, picked = scratch
     tiles, scale_rows = key_tiles(keys)
     score_group_rows[CONSTANTS["score_grid"]](
-        tiles, scale_rows, q, q_scales, weights, lengths, block_table, codes, peaks,
+        tiles, scale_rows, q, q_scales, weights, lengths, block_table, codes, None, peaks,
         **CONSTANTS["score_group_rows"], **CONSTANTS["score_options"],
     )  # fmt: skip
     table = block_table if CONSTANTS["rows"] else None

@@ -239,6 +239,27 @@ def set_note(place, number):
 
 
 @triton.jit
+def note_three(live, first, second, third):
+    """Store to the first three notes where it is ``live``: at one place at most."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred live;
+        setp.ne.s32 live, $1, 0;
+        @live st.shared.b32 [program_notes], $2;
+        @live st.shared.b32 [program_notes+4], $3;
+        @live st.shared.b32 [program_notes+8], $4;
+        } // $0
+        """,
+        "=r,r,r,r,r",
+        [live.to(tl.int32), first, second, third],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def get_note(place):
     """Load the note at each place."""
     return tl.inline_asm_elementwise(

@@ -24,6 +24,19 @@ def polynomial(values, out, steps, block: tl.constexpr):
     tl.store(out + offsets, y)
 
 
+@triton.jit
+def signals(flags, count):
+    """Two programs that answer each other ``count`` times over ``flags`` [2] int32, zero before."""
+    program = tl.program_id(0)
+    for number in range(count):
+        if program == 0:
+            tl.atomic_xchg(flags, number + 1, sem="release", scope="gpu")
+        while tl.atomic_add(flags + 1 - program, 0, sem="acquire", scope="gpu") <= number:
+            pass
+        if program == 1:
+            tl.atomic_xchg(flags + 1, number + 1, sem="release", scope="gpu")
+
+
 def run_nothing():
     """Launch ``nothing`` once."""
     nothing[(1,)]()
@@ -32,3 +45,10 @@ def run_nothing():
 def run_polynomial(values, out, steps, block: Any = 1024):
     """Launch ``polynomial`` over all of ``values``, whose size is a multiple of ``block``."""
     polynomial[(values.numel() // block,)](values, out, steps, block)
+
+
+def run_signals(flags, count):
+    """Zero ``flags`` [2] int32 and launch ``signals``, whose two programs run at once."""
+    flags.zero_()
+    options: dict[str, Any] = {"launch_cooperative_grid": True}
+    signals[(2,)](flags, count, **options)

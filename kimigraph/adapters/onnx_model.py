@@ -14,7 +14,9 @@ from kimigraph.ir.errors import CompileError, UsageError
 
 IR_VERSION = 10
 LARGEST_PROTO = 2**31 - 2**24
-_TYPES = {
+MODULES = "pkg.torch.onnx.name_scopes"
+"""What torch.onnx calls the paths of the modules around a node, as text of a Python list with the node's name last."""
+TYPES = {
     torch.float32: "FLOAT",
     torch.float16: "FLOAT16",
     torch.bfloat16: "BFLOAT16",
@@ -28,9 +30,9 @@ _TYPES = {
 }
 
 
-def require_onnx() -> None:
-    """UsageError that names the extra to install when onnx or onnxruntime is missing."""
-    missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
+def require_onnx(packages: Sequence[str] = ("onnx", "onnxruntime")) -> None:
+    """UsageError that names the extra to install when one of ``packages`` is missing."""
+    missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise UsageError(f"ONNX needs {' and '.join(missing)}: pip install 'kimigraph[onnx]'")
 
@@ -39,12 +41,12 @@ def element_type(dtype: torch.dtype, name: str = "") -> int:
     """ONNX' number of an element type. CompileError, naming the tensor, for a type that no model here has."""
     from onnx import TensorProto
 
-    if dtype not in _TYPES:
+    if dtype not in TYPES:
         raise CompileError(
             f"{name or 'a constant or a cast'} is in {dtype}, which ONNX export does not take: convert it, or keep it "
             "out of the step"
         )
-    return TensorProto.DataType.Value(_TYPES[dtype])
+    return TensorProto.DataType.Value(TYPES[dtype])
 
 
 def tensor_proto(name: str, tensor: Tensor) -> Any:
@@ -77,9 +79,12 @@ def _node(op: Any) -> Any:
     from onnx import NodeProto
 
     attributes = [_attribute(key, value) for key, value in op.attributes.items()]
-    return NodeProto(
+    node = NodeProto(
         op_type=op.kind, input=op.inputs, output=op.outputs, attribute=attributes, domain=op.domain, doc_string=op.note
     )
+    if op.modules:
+        node.metadata_props.add(key=MODULES, value=repr([*op.modules, op.note.partition(":")[0]]))
+    return node
 
 
 def model_proto(model: Any, domain: str, opset: int) -> Any:

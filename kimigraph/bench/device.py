@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 
 import torch
 
-from kimigraph.adapters.device_kernels import run_nothing, run_polynomial
+from kimigraph.adapters.device_kernels import run_nothing, run_polynomial, run_signals
 from kimigraph.bench.protocol import time_in_graph
 from kimigraph.ir.device import Device
 from kimigraph.ir.errors import UsageError
@@ -18,6 +19,9 @@ SMALL = 4096
 
 CHAIN = 4
 """Small kernels on each of the two branches between which the cost of a fork and a join is taken."""
+
+SIGNALS = 64
+"""Answers that two programs of one launch give each other while the time of a signal is taken."""
 
 
 def measure(notify: Callable[[str], None]) -> Device:
@@ -41,6 +45,7 @@ def measure(notify: Callable[[str], None]) -> Device:
         launch_seconds=launch,
         latency_seconds=max(small - launch, 0.0),
         event_seconds=_event_seconds(small),
+        signal_seconds=_signal_seconds(),
         units=properties.multi_processor_count,
         cache_bytes=properties.L2_cache_size,
         sources={
@@ -50,6 +55,7 @@ def measure(notify: Callable[[str], None]) -> Device:
             "launch_seconds": "measured: an empty kernel node of a CUDA graph",
             "latency_seconds": f"measured: a kernel on {SMALL} elements that waits for another, less launch_seconds",
             "event_seconds": f"measured: {CHAIN} small kernels on each of two branches, less one branch alone",
+            "signal_seconds": f"measured: {SIGNALS} answers between two programs of one launch, by direction",
             "measured": f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}",
         },
     )
@@ -79,6 +85,13 @@ def _event_seconds(small: float) -> float:
         step(0)
 
     return _rounded(max(_seconds(forked, 50) - (CHAIN + 2) * small, 0.0) / 2)
+
+
+def _signal_seconds() -> float:
+    """Until one program sees what another of the same launch wrote."""
+    flags = torch.zeros(2, dtype=torch.int32, device="cuda")
+    one, many = (_seconds(partial(run_signals, flags, count), 20) for count in (1, 1 + SIGNALS))
+    return _rounded(max(many - one, 0.0) / (2 * SIGNALS))
 
 
 def _copy_rate() -> float:

@@ -41,7 +41,7 @@ def module_source(
         name=name,
         model_type="function",
         phase=config.phase,
-        load=lambda device: Loaded(module, partial(_fresh, args, kwargs)),
+        load=lambda device: Loaded(module, partial(fresh_arguments, args, kwargs)),
     )
 
 
@@ -88,7 +88,7 @@ def _call(text: str, function: Any) -> tuple[nn.Module, tuple[Any, ...], dict[st
     raise UsageError(f"{text} returned a {type(inputs).__name__} for the example inputs; {_WANTED}")
 
 
-def _fresh(args: tuple[Any, ...], kwargs: dict[str, Any], length: int | None) -> Arguments:
+def fresh_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], length: int | None) -> Arguments:
     """Copies of the example inputs that keep strides, offsets and shared memory; ``length`` is theirs already."""
     detached = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
     return copy.deepcopy(detached)

@@ -14,8 +14,13 @@ MODEL_TYPES = ("kimi_k3", "kimi_k31", "kimi_linear", "deepseek_v32", "glm_moe_ds
 """Model types of ``config.json`` that capture knows."""
 
 
+FILES = (".onnx", ".pt2")
+"""Suffixes of files that are sources."""
+
+
 def load_source(source: str, config: CompileConfig, rows: bool = False) -> ModelSource:
-    """Resolve SOURCE: a directory with ``config.json`` (and ``*.safetensors``), or ``package.module:function``.
+    """Resolve SOURCE: a directory with ``config.json`` (and ``*.safetensors``), ``package.module:function``, or a file
+    (``.onnx``, ``.pt2``).
 
     ``rows`` asks for a step as generation takes it, ``step(input_ids [B, S], lengths [B], cache) -> logits [B, 1, V]``
     of the last token, over rows of their own length that continue; only directories have one. Of a step that verifies
@@ -27,17 +32,33 @@ def load_source(source: str, config: CompileConfig, rows: bool = False) -> Model
     path = Path(source)
     if path.is_dir():
         return _directory_source(path, config, rows)
-    if path.suffix in (".pt2", ".onnx"):
-        raise UsageError(f"{source}: sources of kind {path.suffix} are not supported yet; give the model's directory")
+    if path.suffix in FILES and path.is_file():
+        return _file_source(path, config, rows)
     if path.exists():
-        raise UsageError(f"{source} is a file: give the directory that holds config.json, or package.module:function")
+        raise UsageError(
+            f"{source} is a file: give a .onnx or .pt2 file, the directory that holds config.json, or "
+            "package.module:function"
+        )
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source):
         if rows:
             raise UsageError(f"{source} is a function: generation takes the directory of a model, with its config.json")
         return function_source(source, config)
     raise UsageError(
-        f"{source} does not exist: give a directory with config.json and *.safetensors, or package.module:function"
+        f"{source} does not exist: give a directory with config.json and *.safetensors, a .onnx or .pt2 file, or "
+        "package.module:function"
     )
+
+
+def _file_source(path: Path, config: CompileConfig, rows: bool) -> ModelSource:
+    if rows:
+        raise UsageError(f"{path} is one step: generation takes the directory of a model, with its config.json")
+    if path.suffix == ".pt2":
+        from kimigraph.capture.pt2.source import pt2_source
+
+        return pt2_source(path, config)
+    from kimigraph.capture.onnx.source import onnx_source
+
+    return onnx_source(path, config)
 
 
 def _directory_source(directory: Path, config: CompileConfig, rows: bool) -> ModelSource:

@@ -23,6 +23,8 @@ def reinplace(functional: FunctionalGraph) -> dict[str, str]:
     graph = functional.graph
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     order = {node: place for place, node in enumerate(graph.nodes)}
+    for name, value in functional.mutations.items():
+        functional.mutations[name] = _without_copy(value, placeholders[name], order)
     finals = {placeholders[name]: value for name, value in functional.mutations.items()}
     accepted = [found for p, value in finals.items() if (found := _legal_trace(p, value, order)) is not None]
     graph.output_node().args = (functional.results,)
@@ -34,6 +36,37 @@ def reinplace(functional: FunctionalGraph) -> dict[str, str]:
     _copy_at_end(graph, copied, set(finals))
     _drop_dead_views(graph)
     return {p.name: "in place" if p in in_place or p is finals[p] else "copied" for p in finals}
+
+
+def _without_copy(value: Node, placeholder: Node, order: dict[Node, int]) -> Node:
+    """The new value itself where a model makes it by writes into a copy of the old one and then copies it back whole.
+
+    Of arithmetic on a whole state nothing would be gained: there the copy stays.
+    """
+    if value.target is not ATEN.copy.default or value.args[0] is not placeholder:
+        return value
+    output, (target, made, *rest) = value.graph.output_node(), value.args
+    if not isinstance(made, Node) or list(value.users) != [output]:
+        return value
+    listed: Any = output.args
+    value.replace_all_uses_with(made)
+    value.args = ()  # out of the way: neither a reader of the old value nor of the new one
+    found = _legal_trace(placeholder, made, order)
+    if found is None or any(write.kind == "twin" and write.node.target not in _PARTIAL for write in found.writes):
+        output.args, value.args = listed, (target, made, *rest)
+        return value
+    value.graph.erase_node(value)
+    return made
+
+
+_PARTIAL = (
+    ATEN.index_copy.default,
+    ATEN.index_put.default,
+    ATEN.scatter.src,
+    ATEN.scatter.value,
+    ATEN.scatter_add.default,
+)
+"""Writes into a part of a tensor that have an in-place twin."""
 
 
 def _legal_trace(placeholder: Node, value: Node, order: dict[Node, int]) -> Trace | None:

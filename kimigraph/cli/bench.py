@@ -11,7 +11,10 @@ from kimigraph.cli.console import print_json, progress
 from kimigraph.cli.errors import reports_errors
 from kimigraph.ir.errors import UsageError
 
-SUBJECTS = ("attnres", "dsa", "kda", "li", "li-mxfp8", "moe", "pointwise", "prolog", "quantize", "rollback", "sfa")
+SUBJECTS = (
+    "attnres", "dsa", "kda", "kda-logged", "li", "li-mxfp8", "moe", "pointwise", "prolog", "quantize", "rollback",
+    "sfa",
+)  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
@@ -24,9 +27,10 @@ def _bench(
         str,
         typer.Argument(
             metavar="OP",
-            help="What to time: attnres (attention residuals), dsa (indexer and attention), kda, li (indexer with "
-            "top-k), li-mxfp8 (the same over MXFP8 keys), moe (routed experts), pointwise (generated kernels), prolog "
-            "(merged products, and an indexer's prolog), quantize, rollback (drafts verified and committed), sfa.",
+            help="What to time: attnres (attention residuals), dsa (indexer and attention), kda, kda-logged (states "
+            "written with every sixth token), li (indexer with top-k), li-mxfp8 (the same over MXFP8 keys), moe "
+            "(routed experts), pointwise (generated kernels), prolog (merged products, and an indexer's prolog), "
+            "quantize, rollback (drafts verified and committed), sfa.",
         ),
     ],
     peers: Annotated[bool, typer.Option("--peers", help="Time public kernels that do the same work, too.")] = False,
@@ -58,7 +62,8 @@ def _bench(
         "moe": _bench_moe,
         "prolog": _bench_prolog,
         "quantize": _bench_quantize,
-        "rollback": _bench_rollback,
+        "kda-logged": _bench_states,
+        "rollback": _bench_states,
     }.get(subject, _bench_selection)
     document = measure(subject, peers, chosen, say)
     document["command"] = " ".join(["kimigraph bench", subject, *(["--peers"] if peers else []), *_spelled(chosen)])
@@ -167,14 +172,14 @@ def _bench_quantize(subject: str, peers: bool, chosen: tuple[str, ...], say: Cal
         return quantize.run(chosen or (quantize.PEERS if peers else ()), say)
 
 
-def _bench_rollback(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
+def _bench_states(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
     if chosen:
         raise UsageError(f"--only {chosen[0]}: bench {subject} has no parts")
-    del peers  # its peer is the other way to keep states
-    from kimigraph.bench import kda_rollback
+    del peers  # their peers are the other ways to keep states
+    from kimigraph.bench import kda_logged, kda_rollback
 
     with progress():
-        return kda_rollback.run(say)
+        return (kda_rollback if subject == "rollback" else kda_logged).run(say)
 
 
 def _bench_kda(subject: str, peers: bool, chosen: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:

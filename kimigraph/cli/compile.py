@@ -26,7 +26,8 @@ def _compile(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SOURCE", help="Directory with config.json and *.safetensors, or package.module:function."
+            metavar="SOURCE",
+            help="Directory with config.json and *.safetensors, package.module:function, or a .onnx or .pt2 file.",
         ),
     ],
     phase: Annotated[

@@ -48,8 +48,13 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Print ``message`` as one paragraph on stderr and exit with ``code``."""
-    typer.echo(" ".join(message.split()), err=True)
+    """Print ``message`` as one paragraph on stderr and exit with ``code``. A rank leaves it for its agent, too."""
+    ranks = env.started_ranks()
+    if env.rank_error_file() is not None:
+        from kimigraph.runtime.parallel.launch import record_failure
+
+        record_failure(message.removeprefix("error: "))
+    typer.echo((f"rank {ranks[0]}: " if ranks else "") + " ".join(message.split()), err=True)
     raise typer.Exit(code)
 
 

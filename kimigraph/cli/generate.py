@@ -12,6 +12,7 @@ from kimigraph.cli.shapes import parse_overrides
 from kimigraph.ir import env
 from kimigraph.ir.config import TARGETS, CompileConfig
 from kimigraph.ir.errors import UsageError
+from kimigraph.ir.mesh import DeviceMesh
 
 MAX_BATCH = 8
 
@@ -79,8 +80,17 @@ def _generate(
         typer.Option(metavar="SOURCE|ngram", help="Guess tokens and verify them together: a smaller model, or ngram."),
     ] = None,
     draft_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to guess in a step.")] = 4,
+    state_log: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Write recurrent states with every N-th token. [default: 6 where it pays, else 1]"
+        ),
+    ] = None,
     tp: Annotated[
         int, typer.Option("--tp", min=1, metavar="N", help="Processes, one a GPU, that share out heads and widths.")
+    ] = 1,
+    dp: Annotated[
+        int, typer.Option("--dp", min=1, metavar="N", help="Replicas, each on its own ranks, that share out prompts.")
     ] = 1,
     cache: Annotated[Literal["use", "off", "readonly", "refresh"], typer.Option(help="The compile cache.")] = "use",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document when all is done.")] = False,
@@ -97,11 +107,13 @@ def _generate(
       kimigraph generate ./checkpoint --prompt "Once upon a time" --tp 2
       torchrun --nproc-per-node 2 -m kimigraph generate ./checkpoint --prompt "Once upon a time" --tp 2
     """
-    if tp > 1 and env.started_ranks() is None:
+    _check_ranks(tp, cache, draft)
+    if tp * dp > 1 and env.started_ranks() is None:
         from kimigraph.runtime.parallel.launch import launch
 
-        launch(tp, sys.argv[1:])
+        launch(tp * dp, sys.argv[1:])
         return
+    mesh, place = DeviceMesh(dp=dp, tp=tp), (env.started_ranks() or (0, 1))[0]
     asked: list[str | list[int]] = [*(prompt or []), *map(_ids, prompt_ids or [])]
     if not asked:
         raise UsageError("no prompt was given: use --prompt-ids 1,2,3, or --prompt TEXT with a tokenizer")
@@ -121,15 +133,19 @@ def _generate(
         pages=pages,
         tp=tp,
     )
-    _check_ranks(config, draft)
     started = time.perf_counter()
     with progress() as notify:
         from kimigraph.generator import Generator
         from kimigraph.runtime.generation import Sampling
+        from kimigraph.runtime.parallel import join_ranks, of_all_replicas
+        from kimigraph.session import resolve_target
+
+        join_ranks(tp, resolve_target(target), dp)
+        own = asked[mesh.place(place)[0] :: dp] if mesh.size > 1 else asked
 
         stops = () if no_stop and not stop_id else tuple(stop_id) if stop_id else None
         sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, stops)
-        rows = min(max_batch or MAX_BATCH, len(asked))
+        rows = min(max_batch or MAX_BATCH, max(len(own), 1))
         generator = Generator(
             source,
             config=config,
@@ -137,28 +153,38 @@ def _generate(
             batches=(1, rows),
             draft=draft,
             draft_tokens=draft_tokens,
+            state_log=state_log,
             notify=notify,
         )
-        prompts = [generator.encode(item) for item in asked]
+        prompts = [generator.encode(item) for item in own]
         generator.prepare(map(len, prompts))
     ready = time.perf_counter()
-    completions = _run(generator, prompts, sampling, as_json or generator.programs.rank > 0)
+    completions = _run(generator, prompts, sampling, as_json or mesh.size > 1) if own else []
     seconds = {"prepare": ready - started, "generate": time.perf_counter() - ready}
-    if generator.programs.rank > 0:
+    completions = _in_order(of_all_replicas(completions, tp, dp), len(asked))
+    if mesh.size > 1 and place > 0:
         return
+    if mesh.size > 1 and not as_json:
+        for number, record in enumerate(completions):
+            typer.echo(_line(generator, number, record).removeprefix("" if len(asked) > 1 else "[0] "))
     if as_json:
         print_json(_document(source, generator, completions, seconds))
     else:
         typer.echo(_rates(generator, seconds), err=True)
 
 
-def _check_ranks(config: CompileConfig, draft: str | None) -> None:
+def _in_order(parts: list[list[dict[str, Any]]], count: int) -> list[dict[str, Any]]:
+    """The records of all prompts in their order, from those of each replica, which took every so many-th."""
+    return [parts[number % len(parts)][number // len(parts)] for number in range(count)]
+
+
+def _check_ranks(tp: int, cache: str, draft: str | None) -> None:
     """What several ranks cannot do; UsageError that says what to leave out."""
-    if config.tp > 1 and draft is not None:
-        raise UsageError(f"--tp {config.tp} with --draft is not possible: leave out one of them")
-    if config.tp > 1 and config.cache not in ("use", "refresh"):
+    if tp > 1 and draft is not None:
+        raise UsageError(f"--tp {tp} with --draft is not possible: leave out one of them")
+    if tp > 1 and cache not in ("use", "refresh"):
         raise UsageError(
-            f"--tp {config.tp} with --cache {config.cache}: ranks take programs from the compile cache; use or refresh it"
+            f"--tp {tp} with --cache {cache}: ranks take programs from the compile cache; use or refresh it"
         )
 
 

@@ -1,6 +1,7 @@
 """``kimigraph run``."""
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,12 @@ def _run(
     cuda_graph: Annotated[
         bool, typer.Option("--cuda-graph", help="Capture the step as a CUDA graph and replay it (targets cuda*).")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write a trace of the steps for Perfetto or chrome://tracing.", show_default=False
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
     """Run one step of ARTIFACT and print a checksum per output.
@@ -39,19 +46,31 @@ def _run(
 
     \b
       kimigraph run k31_tiny-decode-b2-t1-c256 --repeat 3
+      kimigraph run k31_tiny-decode-b2-t1-c256 --repeat 3 --trace run.json
     """
     if artifact_target(artifact) == "cpu":
         env.enable_interpreter()  # before the first import of triton, which the next line may bring
     with reading("reading weights") as watch:
         from kimigraph.run import run_artifact
 
-        result = run_artifact(artifact, weights, inputs, repeat, watch, cuda_graph)
-    if as_json:
+        with _traced(trace):
+            result = run_artifact(artifact, weights, inputs, repeat, watch, cuda_graph)
+    if (env.started_ranks() or (0, 1))[0] > 0:
+        pass  # the first rank tells
+    elif as_json:
         print_json(result)
     else:
         _print_result(result)
     if result["passed"] is False:
         fail("error: the outputs are not those of the manifest: see the checksums above", NumericsError.exit_code)
+
+
+def _traced(path: Path | None) -> AbstractContextManager[None]:
+    if path is None:
+        return nullcontext()
+    from kimigraph.tools.chrome_trace import traced
+
+    return traced(path)
 
 
 def artifact_target(directory: Path) -> str:

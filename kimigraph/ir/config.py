@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 Phase = Literal["decode", "prefill", "verify"]
-TARGETS = ("auto", "cpu", "cpu:reference", "cpu:onnxruntime", "cuda", "cuda:sm_90")
+ONNXRUNTIME = "cpu:onnxruntime"
+TARGETS = ("auto", "cpu", "cpu:reference", ONNXRUNTIME, "cuda", "cuda:sm_90")
 MAX_SHAPES = 16
 STREAMS = 3
 MAX_GRAPHS = 16
@@ -28,6 +29,8 @@ class CompileConfig:
     ``cuda_graph`` replays a step on tensors that came before as one CUDA graph; ``max_graphs`` of them are kept.
     ``cache_layout`` is ``model`` (caches as the model has them) or ``paged``: pages of ``page_size`` tokens under one
     block table, ``pages`` of them beside the scratch page (None: as many as ``batch`` full sequences have).
+    ``tp`` ranks share out heads, widths and vocabulary of one program (``passes.shard``).
+    ``state_log`` is the number of decoded tokens after which a step writes recurrent states, logging what is between.
     ``reference`` is what ``verify`` compares with: the eager model, or onnxruntime on the captured graph.
     A shape field that is None takes the default of ``kimigraph compile`` (decode: 1 token; prefill: tokens = context;
     verify, a token and the drafts behind it: 8).
@@ -56,6 +59,8 @@ class CompileConfig:
     cache_layout: Literal["model", "paged"] = "model"
     page_size: int = 64
     pages: int | None = None
+    state_log: int = 1
+    tp: int = 1
     max_shapes: int = debug_only(MAX_SHAPES)
     cuda_graph: bool = debug_only(False)
     max_graphs: int = debug_only(MAX_GRAPHS)

@@ -32,7 +32,8 @@ class Device:
     matrix products by the type of their operands, ``vector_flops_per_second`` that of everything else.
     ``launch_seconds`` is what an empty kernel takes as a node of a graph, ``latency_seconds`` what a small kernel that
     waits for its predecessor's result takes beyond that, ``event_seconds`` what a wait for another branch of a graph
-    takes beyond one within a branch. ``units`` are multiprocessors, ``cache_bytes`` the last-level cache. ``sources``
+    takes beyond one within a branch, ``signal_seconds`` what passes until one program of a launch sees what another
+    wrote (0: not measured). ``units`` are multiprocessors, ``cache_bytes`` the last-level cache. ``sources``
     says where each figure comes from.
     """
 
@@ -43,6 +44,7 @@ class Device:
     launch_seconds: float
     latency_seconds: float = 0.0
     event_seconds: float = 0.0
+    signal_seconds: float = 0.0
     units: int = 1
     cache_bytes: int = 0
     sources: Mapping[str, str] = field(default_factory=_no_text)
@@ -56,6 +58,11 @@ class Device:
             return self.vector_flops_per_second
         found = self.flops_per_second.get(unit)
         return min(self.flops_per_second.values()) if found is None else found
+
+    @property
+    def wait_seconds(self) -> float:
+        """What programs that wait for others of their launch lose: as much as kernels do, where nobody measured it."""
+        return self.signal_seconds or self.latency_seconds
 
     def text(self) -> str:
         """The device file: ``parse_device`` reads it back."""
@@ -115,7 +122,7 @@ def _check_fields(fields: dict[str, Any]) -> None:
         raise UsageError("device file: name is missing or no text")
     for name in _RATES:
         _positive(name, fields.get(name))
-    for name in ("latency_seconds", "event_seconds"):
+    for name in ("latency_seconds", "event_seconds", "signal_seconds"):
         _positive(name, fields.get(name, 0.0), least=0.0)
     rates: Any = fields.get("flops_per_second")
     if not isinstance(rates, dict) or not rates:

@@ -59,3 +59,20 @@ def environment_with(**changes: str) -> dict[str, str]:
 def interpreter_environment() -> dict[str, str]:
     """The environment for a process that runs kernels under the interpreter."""
     return {**os.environ, "TRITON_INTERPRET": "1"}
+
+
+def started_ranks() -> tuple[int, int] | None:
+    """Rank of this process and number of ranks as torchrun gives them; None where it did not start this process."""
+    rank, ways = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    return None if rank is None or ways is None else (int(rank), int(ways))
+
+
+def rank_error_file() -> Path | None:
+    """The file in which torchrun's agent looks for the error of a rank; None in a process that it did not start."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(path) if path else None
+
+
+def one_thread_each() -> None:
+    """Have processes that are started from now on use one thread, as under torchrun, unless the user says otherwise."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -46,7 +46,7 @@ def compute(node: Node) -> Any:
     when an argument has no value or the target refuses the arguments.
     """
     try:
-        with _quiet():
+        with quiet():
             return _run(node)
     except Exception as error:
         raise CompileError(_failure(node, error)) from error
@@ -141,7 +141,7 @@ def _value(node: Node) -> Any:
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
+def quiet() -> Generator[None]:
     """Without torch's own log of a refused call, a traceback that says less than the error raised here."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True

@@ -144,6 +144,11 @@ class Manifest:
         return {step["of"][0]: name for name, [step] in self.preparation.items() if step["op"] == "mxfp4"}
 
     @property
+    def ways(self) -> int:
+        """The ranks that run the program together."""
+        return int(self.info.get("mesh", {}).get("tp", 1))
+
+    @property
     def random_weights(self) -> bool:
         """Whether the model was made with seeded weights, so that its weights can be made again from ``seed``."""
         return bool(self.info.get("random_weights"))

@@ -7,6 +7,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from kimigraph.ir.regions import copy_graph_module
+from kimigraph.ir.shares import Share
 
 InputKind = Literal["weight", "buffer", "constant", "cache", "input"]
 BLOCK_TABLE = "block_table"
@@ -22,6 +23,7 @@ class InputSpec:
     updated in place by the step. ``value_range`` (low inclusive, high exclusive) bounds integer inputs for seeded
     tensors. ``descriptor`` is the text form of a cache's descriptor (``kimigraph.ir.descriptors``), empty for others.
     ``parts`` are source and dtype of the captured caches whose values a quantised cache holds, in the order of its row.
+    ``share`` (the fields of a ``Share``): of the tensor outside each rank has a part, and ``shape`` is that part's.
     """
 
     name: str
@@ -34,6 +36,17 @@ class InputSpec:
     value_range: tuple[int, int] | None = None
     descriptor: str = ""
     parts: tuple[tuple[str, str], ...] = ()
+    share: tuple[int, int, int] | None = None
+
+    @property
+    def shared(self) -> Share | None:
+        """The part that a rank has; None where each has the whole."""
+        return None if self.share is None else Share(*self.share)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor outside."""
+        return self.shape if self.shared is None else self.shared.whole(self.shape)
 
     @property
     def bound(self) -> bool:

@@ -181,7 +181,7 @@ def _check_descriptors(node: Node, specs: dict[str, InputSpec]) -> None:
                 f"{name} takes {operand} as {argument(node, 'descriptor') or 'undescribed'}, but the cache"
                 f" {spec.source} is {spec.descriptor}",
             )
-    if name in ("kda_decode", "kda_verify", "kda_verify_states"):
+    if name in ("kda_decode", "kda_decode_logged", "kda_verify", "kda_verify_states"):
         _check_states(node, specs)
 
 

@@ -31,18 +31,31 @@ class PackedTensors:
         for copy in copies:
             pieces[copy.name].append(copy)
         for name, parts in pieces.items():
-            if name in self._names and all(isinstance(part.stored, Mxfp4) and not part.piece.padded for part in parts):
+            if name in self._names and all(self._fits(part) for part in parts):
                 self._chosen.add(name)
+
+    def _fits(self, copy: Copy) -> bool:
+        """Whether the values are MXFP4, and a rank's part of them whole groups."""
+        if not isinstance(copy.stored, Mxfp4) or copy.piece.padded:
+            return False
+        columns = copy.part is not None and copy.part[0] == len(copy.region) - 1
+        return not columns or all(number % GROUP == 0 for number in (copy.part or ())[1:])
 
     def take(self, copy: Copy) -> bool:
         """Copy codes and scales of a piece to their places; False where the tensor is not taken."""
         if copy.name not in self._chosen or not isinstance(copy.stored, Mxfp4):
             return False
-        for place, source in zip(self._planes(copy.name), (copy.stored.values, copy.stored.scale), strict=True):
+        sources = ((copy.stored.values, 2), (copy.stored.scale, GROUP))
+        for place, (source, each) in zip(self._planes(copy.name), sources, strict=True):
             values = source.read().view(torch.uint8)
             if copy.piece.take is not None:
                 values = values[slice(*copy.piece.take)]
-            place[copy.piece.put].copy_(values)
+            if copy.part is not None:
+                dim, begin, behind = copy.part
+                each = each if dim == len(copy.region) - 1 else 1
+                values = values.narrow(dim, begin // each, (behind - begin) // each)
+            # Rows alone say where: of columns a rank has the whole row of its own tensor.
+            place[copy.put[: place.dim() - 1]].copy_(values)
         return True
 
     def _planes(self, name: str) -> tuple[Tensor, Tensor]:

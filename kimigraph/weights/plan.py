@@ -30,11 +30,32 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Copy:
-    """``piece`` of the model's tensor ``name`` comes from ``stored``."""
+    """``piece`` of the model's tensor ``name`` comes from ``stored``.
+
+    Where a rank has a part of the tensor: of the piece's values, of shape ``region``, it takes ``part`` (dim, first,
+    behind the last) to ``place`` in its own.
+    """
 
     name: str
     piece: Piece
     stored: Source
+    region: tuple[int, ...] = ()
+    part: tuple[int, int, int] | None = None
+    place: tuple[int | slice, ...] | None = None
+
+    @property
+    def put(self) -> tuple[int | slice, ...]:
+        """Where in the tensor that is filled the values go."""
+        return self.piece.put if self.place is None else self.place
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are read."""
+        size = self.stored.end - self.stored.begin
+        if self.part is None:
+            return size
+        dim, begin, behind = self.part
+        return size * (behind - begin) // max(self.region[dim], 1)
 
 
 @dataclass
@@ -53,7 +74,7 @@ class Plan:
     @property
     def total(self) -> int:
         """Bytes that are read."""
-        return sum(copy.stored.end - copy.stored.begin for copy in self.copies)
+        return sum(copy.bytes for copy in self.copies)
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raise one UsageError with all that is wrong; nothing if all is right."""
@@ -135,7 +156,7 @@ class _Finder:
             if stored is None:
                 missing.append(piece.source)
                 continue
-            copies.append(Copy(name, piece, stored))
+            copies.append(Copy(name, piece, stored, _region(self._wanted[name].shape, piece)))
             if complaint := _complaint(self._wanted[name], piece, stored):
                 misfits.append(f"{self._prefix}{piece.source} is {complaint}")
         return copies, missing, misfits

@@ -33,6 +33,14 @@ REMEDIES: tuple[tuple[str, str], ...] = (
         r"a state is no input of|is used elsewhere, or not replaced by|is read behind its write|is taken \d+ times",
         "read each recurrent state in its layer alone, and replace it once, with what the layer returns",
     ),
+    (
+        r"it takes several tokens, a pool of states",
+        "decode one token a sequence, over states of their own, or leave state_log out",
+    ),
+    (
+        r"is no input of the step, or is used elsewhere",
+        "read each recurrent state in its layer alone, or leave state_log out",
+    ),
     # Routed experts
     (
         r"the router's top-k takes",

@@ -159,10 +159,13 @@ def _grouped(scores: Node, tokens: int, count: int) -> tuple[Node, int, int]:
     return choice, groups, taken[0]
 
 
+_FLATTENED = ("view", "reshape", "_unsafe_view", "clone", "squeeze")
+
+
 def _marked_groups(hidden: Node, tokens: int, count: int) -> Node:
     """The scatter of ones [N, G] out of which a mask [N, E] over the experts of other groups is made."""
     node = hidden.args[0] if packet(hidden) in ("bitwise_not", "logical_not") else None
-    while isinstance(node, Node) and (is_cast(node) or packet(node) in ("view", "reshape", "_unsafe_view", "clone")):
+    while isinstance(node, Node) and (is_cast(node) or packet(node) in _FLATTENED):
         node = node.args[0]
     if isinstance(node, Node):
         base, chain = peel(node, "none")

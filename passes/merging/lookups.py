@@ -13,12 +13,6 @@ from kimigraph.ir.purity import mutation_between
 from kimigraph.ir.regions import extract_region
 from kimigraph.passes.algebra.dependences import make_neighbours
 
-COLUMNS = 64
-"""Of a program, each of which reads all rows for their squares; once more while it waits for its weights."""
-
-CACHE_RATE = 2
-"""By how much faster than from memory rows come that another program has read before: an estimate."""
-
 
 @dataclass(frozen=True)
 class Lookup:
@@ -32,11 +26,10 @@ class Lookup:
         found = self.found
         return serial_seconds((fused_work([found.lookup, found.norm]), work_of(found.product.node)), device)
 
-    def together(self) -> Work:
-        """The work of one kernel, of which every program reads the rows for itself."""
-        rows, product = touched_bytes(self.found.lookup.meta["val"]), self.found.product
-        again = -(-product.columns // COLUMNS) - 1
-        return fused_work(self.members) + Work(rows * again // CACHE_RATE)
+    def together(self, device: Device) -> float:
+        """Seconds of one kernel, most of whose programs wait for the rows that others norm."""
+        kept = Work(2 * touched_bytes(self.found.norm.meta["val"]))  # written, and read by all
+        return (fused_work(self.members) + kept).seconds(device) + device.wait_seconds
 
     def make_region(self, graph_module: GraphModule, name: str) -> Node:
         """Move the members into a horizontal region; the call that runs it."""

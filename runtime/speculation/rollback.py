@@ -81,7 +81,9 @@ class StateShape:
         layers = tuple(name.split(".")[1] for name in states)
         state, conv = kinds.pop(), windows.pop()
         if kinds or windows or not isinstance(state, StateDescriptor) or not isinstance(conv, ConvDescriptor):
-            raise UsageError("drafts need recurrent layers of one shape: heads, dims or convolutions differ here")
+            raise UsageError(
+                "drafts and logs need recurrent layers of one shape: heads, dims or convolutions differ here"
+            )
         return cls(layers, state, conv, dtype)
 
     @property
@@ -113,7 +115,7 @@ class Round:
         self.open_rows = rows
 
     def consume(self, accepted: Counts) -> Tensor:
-        """The counts int32 [rows], in a tensor that stays where it is; other sequences have 0."""
+        """The counts int32 [rows], in a tensor that stays where it is; sequences that were not verified have 0."""
         rows = self.open_rows
         if not rows:
             raise SequenceError("nothing was verified since the last commit: a log is folded once")
@@ -122,7 +124,7 @@ class Round:
             raise SequenceError(f"accepted counts {list(given.shape)} for {rows} sequences: give one integer each")
         self.open_rows = 0
         self.accepted.zero_()
-        self.accepted[: min(given.shape[0], self.rows)].copy_(given, non_blocking=True)
+        self.accepted[:rows].copy_(given[:rows], non_blocking=True)
         return self.accepted
 
     def close(self) -> None:

@@ -115,13 +115,13 @@ class Speculation:
         if not any(proposed.values()):
             return None
         ids, lengths = [[0] * (1 + self.drafts) for _ in range(rows)], [0] * rows
-        drafts = torch.full((rows, self.drafts), -1, dtype=torch.int64)
+        drafts = [[-1] * self.drafts for _ in range(rows)]
         for slot, request in running.items():
             given = proposed.get(slot, [])
-            drafts[slot, : len(given)] = torch.tensor(given, dtype=torch.int64)
+            drafts[slot][: len(given)] = given
             ids[slot][: 1 + len(given)] = [request.tokens[-1], *given]
             lengths[slot] = request.written
-        return self._verified(ids, lengths, drafts, running, caches)
+        return self._verified(ids, lengths, torch.tensor(drafts), running, caches)
 
     def _verified(
         self,
@@ -131,24 +131,32 @@ class Speculation:
         running: Mapping[int, Request],
         caches: Mapping[str, Tensor],
     ) -> dict[int, list[int]]:
-        rows = len(ids)
-        logits = self.prepare(rows, caches)(ids, lengths)
+        rows, step = len(ids), self.prepare(len(ids), caches)
+        # Behind the step these copies would wait for its end, and what tests the drafts could not be queued meanwhile.
+        device = next(iter(caches.values())).device
+        given, live = drafts.to(device), torch.tensor([int(slot in running) for slot in range(rows)], device=device)
+        logits = step(ids, lengths)
         if self._rollback is not None:
             self._rollback.verified(rows)
         try:
-            accepted = self._accept(logits, drafts.to(logits.device), running)
-            live = torch.zeros(rows, dtype=torch.int64)
-            live[list(running)] = 1
-            counts = accepted.counts * live.to(logits.device)
+            accepted = self._accept(logits, given, running)
+            counts = accepted.counts * live
             if self._rollback is not None:
                 self._rollback.commit(counts)  # before anything is read back: the device does not wait for the host
         except BaseException:
             if self._rollback is not None:
                 self._rollback.abort()
             raise
-        made, tokens = counts.tolist(), accepted.tokens.tolist()
-        self._count(made, drafts, running)
+        drafted: list[int] = (drafts >= 0).sum(-1).tolist()
+        made, tokens = self._read(counts, accepted.tokens)
+        self._count(made, drafted, running)
         return {slot: tokens[slot][: made[slot]] for slot in running}
+
+    @staticmethod
+    def _read(counts: Tensor, tokens: Tensor) -> tuple[list[int], list[list[int]]]:
+        """Both on the host, which waits for the device once."""
+        rows: list[list[int]] = torch.cat([counts.unsqueeze(-1), tokens], dim=-1).tolist()
+        return [row[0] for row in rows], [row[1:] for row in rows]
 
     def _accept(self, logits: Tensor, drafts: Tensor, running: Mapping[int, Request]) -> Accepted:
         drawing = [slot for slot, request in running.items() if request.sampling.temperature > 0]
@@ -164,8 +172,7 @@ class Speculation:
             found.counts.index_copy(0, place, drawn.counts), found.tokens.index_copy(0, place, drawn.tokens)
         )
 
-    def _count(self, made: list[int], drafts: Tensor, running: Mapping[int, Request]) -> None:
-        drafted = (drafts >= 0).sum(-1).tolist()
+    def _count(self, made: list[int], drafted: list[int], running: Mapping[int, Request]) -> None:
         for slot, request in running.items():
             self._lengths.observe(request, drafted[slot], made[slot] - 1)
         self.counts.rounds += 1

@@ -27,6 +27,7 @@ TOLERANCE = 1e-5
 MODELS = ("kimi_k31", "glm5_next", "deepseek_v32")
 UNCHANGING = {
     "log-states",
+    "defer-states",
     "page-caches",
     "fuse-indexer-attention",
     "insert-quantization",
@@ -34,7 +35,7 @@ UNCHANGING = {
     "split-indexer-prolog",
     "verify-schedule",
 }
-"""There are no drafts, no pages, no policy and no half-batches, merging a prolog is faster but for
+"""There are no drafts, no logs, no pages, no policy and no half-batches, merging a prolog is faster but for
 glm5_next, and the last only looks."""
 CHANGED = {
     "kimi_k31": set(BUILT_IN) - UNCHANGING,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import kimigraph
@@ -100,6 +101,33 @@ def test_greedy_tokens_are_those_of_plain_decoding(speculating: Any, mode: str) 
     assert (mode != "wrong") or counts["accepted"] == 0
     assert mode not in ("random", "page") or 0.2 < share < 0.9
     assert counts["made"] == counts["accepted"] + counts["rows"]
+
+
+@pytest.mark.timeout(600)
+def test_rows_without_a_sequence_stay_without_tokens(speculating: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences in a program of three rows: counts, lengths and states of the third stay."""
+    generator, known = speculating
+    generator.speculation.draft = Scripted(known, "random")
+    rollback, programs = generator.speculation._rollback, generator.programs
+    counts, lengths = [], []
+    commit, verify = rollback.commit, programs.verify
+
+    def watched(rows: int, tokens: int, caches: Any) -> Any:
+        def step(ids: list[list[int]], written: list[int]) -> Any:
+            lengths.append(written)
+            return verify(rows, tokens, caches)(ids, written)
+
+        return step
+
+    monkeypatch.setattr(rollback, "commit", lambda found: (counts.append(found.tolist()), commit(found)))
+    monkeypatch.setattr(programs, "verify", watched)
+    before = {name: tensor[2].clone() for name, tensor in rollback.states.items()}
+    found = generator.generate(PROMPTS[:2], GREEDY)
+    assert {done.prompt: done.tokens for done in found} == {tuple(one): known[tuple(one)] for one in PROMPTS[:2]}
+    assert len(counts) == len(lengths) > 10
+    assert all(len(row) == 3 and row[2] == 0 < row[0] for row in (*counts,)), "one count a sequence, not a token"
+    assert all(row[2] == 0 for row in lengths)
+    assert all(torch.equal(tensor[2], before[name]) for name, tensor in rollback.states.items())
 
 
 @pytest.mark.timeout(600)

@@ -49,3 +49,9 @@ def test_what_onnxruntime_cannot_compute_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(TABLE, "tanh")
     with pytest.raises(CompileError, match=r"no translation to ONNX. aten.tanh"):
         kimigraph.optimize(Step().eval(), inputs(), CONFIG)
+
+
+def test_a_reference_that_nothing_is_compared_with_is_refused() -> None:
+    config = kimigraph.CompileConfig(target="cpu:reference", reference="onnxruntime", cache="off")
+    with pytest.raises(UsageError, match="add --verify, or leave it out"):
+        kimigraph.optimize(Step().eval(), inputs(), config)

@@ -317,3 +317,44 @@ def test_buffer_of_the_module_is_updated_in_place() -> None:
     program.tensors[spec.name] = program.tensors[spec.name].clone()
     results = [program.graph_module(*tensors_of(program, (torch.ones(2),), {}))[0].tolist() for _ in range(2)]
     assert results == [[1, 1], [2, 2]]
+
+
+class WrittenAndCopiedBack(nn.Module):
+    """As functional code does it, and what was read from a file with states as results."""
+
+    def forward(self, cache: Tensor, rows: Tensor, place: Tensor) -> Tensor:
+        new = torch.index_copy(cache, 1, place, rows)
+        result = new.sum(-1)
+        cache.copy_(new)
+        return result
+
+
+class CopiedBackAfterAReadOfTheOld(nn.Module):
+    def forward(self, cache: Tensor, rows: Tensor, place: Tensor) -> Tensor:
+        new = torch.index_copy(cache, 1, place, rows)
+        result = new.sum(-1) - cache.sum(-1)
+        cache.copy_(new)
+        return result
+
+
+class DecayedAndCopiedBack(nn.Module):
+    def forward(self, cache: Tensor, rows: Tensor, place: Tensor) -> Tensor:
+        cache.copy_(cache * 0.5)
+        return cache.sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("module", "there", "gone"),
+    [
+        (WrittenAndCopiedBack(), ATEN.index_copy_.default, ATEN.copy_.default),
+        (CopiedBackAfterAReadOfTheOld(), ATEN.copy_.default, ATEN.index_copy_.default),
+        (DecayedAndCopiedBack(), ATEN.copy_.default, ATEN.mul_.Tensor),
+    ],
+)
+def test_a_cache_that_is_copied_back_whole_is_written_in_place_where_it_was_made_by_partial_writes(
+    module: nn.Module, there: Any, gone: Any
+) -> None:
+    given = (torch.randn(2, 6, 3), torch.randn(2, 2, 3), torch.tensor([1, 4]))
+    program = captured(module, *given)
+    assert there in targets(program) and gone not in targets(program)
+    assert_like_eager(module, program, *given)

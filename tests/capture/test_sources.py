@@ -32,7 +32,7 @@ def test_paths_that_hold_no_model(tmp_path: Path) -> None:
     assert re.search(r"has no config\.json", refused(str(tmp_path)))
     (tmp_path / "config.json").write_text("{")
     assert re.search(r"config\.json is no JSON", refused(str(tmp_path)))
-    assert re.search(r"is a file: give the directory", refused(str(tmp_path / "config.json")))
+    assert re.search(r"is a file: give a .onnx or .pt2 file, the directory", refused(str(tmp_path / "config.json")))
     (tmp_path / "config.json").write_text('{"hidden_size": 3}')
     assert re.search(r"names no model_type", refused(str(tmp_path)))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')

@@ -148,3 +148,14 @@ def test_an_interrupted_export_leaves_the_old_file(tmp_path: Path) -> None:
     assert process.wait(30) == 130
     assert (tmp_path / "a.onnx").read_bytes() == b"old"
     assert not list(tmp_path.glob(".kimigraph-*"))
+
+
+def test_a_pt2_file_is_written_and_compiled_without_the_models_code(cli: Any, tmp_path: Path) -> None:
+    done = cli("export", "pt2", "onnx_sources:step", "--out", "a.pt2", "--json")
+    assert done.exit_code == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["verify"]["passed"] and document["nodes"] > 4 and document["shape_key"].startswith("decode-")
+    (tmp_path / "onnx_sources.py").unlink()
+    done = cli("compile", "a.pt2", "--target", "cpu:reference", "--out", "artifact")
+    assert done.exit_code == 0, done.stderr
+    assert cli("export", "pt2", "a.pt2", "--out", "a.zip").exit_code == 2

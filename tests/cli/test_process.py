@@ -30,7 +30,17 @@ def test_version_names_the_package() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["compile"], ["run"], ["passes"], ["passes", "show"], ["dumps", "diff"], ["export", "onnx"]]
+    "command",
+    [
+        [],
+        ["compile"],
+        ["run"],
+        ["passes"],
+        ["passes", "show"],
+        ["dumps", "diff"],
+        ["export", "onnx"],
+        ["export", "dot"],
+    ],
 )
 def test_help_needs_none_of_the_heavy_packages(command: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", BLOCK, *command, "--help"], capture_output=True, text=True)

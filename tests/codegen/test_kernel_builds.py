@@ -444,9 +444,12 @@ def test_experts_of_many_tokens_use_warp_group_products(built, name, functions):
 
 
 def test_tiles_of_a_prompt_and_weights_of_one_token_come_by_descriptors(built):
-    for name, function in (("experts_b1_bare", "stream_experts"), ("experts_prompt", "open_rows")):
+    streams = ("experts_b1", "experts_b1_bare")
+    for name, function in (*((name, "stream_experts") for name in streams), ("experts_prompt", "open_rows")):
         assert "UTMALDG" in instructions(built, name, function)
-    assert usage(built, "experts_b1_bare", "stream_experts")["launch_cooperative_grid"]
+    for name in streams:
+        assert usage(built, name, "stream_experts")["launch_cooperative_grid"]
+    assert "finish_experts" in instructions(built, "experts_b1", "finish_experts")
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)

@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kimigraph.ir.operators
+from kimigraph.adapters.onnx_file import read_onnx
 from kimigraph.adapters.onnx_model import OnnxSession, model_proto, write_model
-from kimigraph.capture import capture_module
+from kimigraph.capture import capture_module, load_source
 from kimigraph.codegen.onnx.model import OnnxModel, translate_program
-from kimigraph.codegen.onnx.scope import DOMAIN, OPSET
+from kimigraph.codegen.onnx.scope import OPSET
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import CompileError
+from kimigraph.ir.onnx_format import DOMAIN
 
 OPS = torch.ops.kimigraph
 assert kimigraph.ir.operators.OPERATORS  # importing it defines them
@@ -57,6 +59,21 @@ def check(path: Path, function: Callable[..., Any], *tensors: Tensor, flat: bool
     assert len(got) == len(want) > 0
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
+    if not (flat and any(node.op == "Scan" for node in read_onnx(path / "model.onnx").nodes)):
+        for mine, theirs in zip(read_back(path / "model.onnx", tensors), want, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def read_back(path: Path, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Results, then new states, of the module that the file is as a source."""
+    source = load_source(str(path), CompileConfig())
+    module, args, _ = source.build()
+    names = [port.name for port in read_onnx(path).inputs]
+    given = dict(zip(names, (tensor.clone() for tensor in tensors), strict=True))
+    states = args[-1] if args and isinstance(args[-1], dict) else {}
+    with torch.no_grad():
+        result = module(*(given[name] for name in names if name not in states), *([given] if states else []))
+    return [*result, *(given[name] for name in states)]
 
 
 X = torch.linspace(-3, 3, 24).reshape(2, 3, 4)

@@ -1,4 +1,4 @@
-"""The kernels that verify drafts and fold what was accepted, compiled for Hopper: which form, and registers enough."""
+"""The kernels that verify drafts, fold what was accepted or log states, compiled for Hopper: forms and registers."""
 
 import json
 import subprocess
@@ -60,12 +60,24 @@ def fold(tokens=8):
     return KernelRequest("kda_replay", tensors, {"state_layout": "vk"}, "cuda:sm_90")
 
 
+def logged(length=8):
+    """A token of 32 sequences whose states are written with every eighth."""
+    request = verifying(tokens=1)
+    filled = {"filled": tensor(32, dtype="int32")}
+    tensors = {name: spec for name, spec in request.tensors.items() if name != "inputs"}
+    tensors |= {name: tensor(32, length, HEADS, SIDE, dtype="float32") for name in ("keys", "decays", "deltas")}
+    last = {name: tensors.pop(name) for name in ("out_gate", "norm_weight")}
+    return KernelRequest("kda_decode_logged", tensors | filled | last, ATTRIBUTES, "cuda:sm_90")
+
+
 CASES = {  # request, form for heads of 128, bytes of spills a thread
-    "verify": (verifying(), True, 0),
+    "verify": (verifying(), True, 128),
     "verify_two": (verifying(tokens=2), True, 0),
-    "verify_nine": (verifying(tokens=9), True, 0),
+    "verify_nine": (verifying(tokens=9), True, 128),
     "verify_twelve": (verifying(tokens=12), False, 64),
     "states": (verifying("kda_verify_states"), True, 0),
+    "logged": (logged(), True, 16),
+    "logged_seventeen": (logged(17), False, 0),
     "fold": (fold(), True, 0),
     "fold_seventeen": (fold(tokens=17), False, 0),
 }

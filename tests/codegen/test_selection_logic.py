@@ -157,6 +157,12 @@ def language(program, cluster):
         places = place.array if isinstance(place, Value) else place
         notes[places] = np.broadcast_to(number.array, np.shape(places))
 
+    def note_three(live, *numbers):
+        chosen = held_once(live)
+        assert chosen.sum() <= 1
+        for place, number in enumerate(numbers):
+            notes[place] = number.array[chosen][0] if chosen.any() else notes[place]
+
     gl = SimpleNamespace(
         **{name: name for name in TYPES}, constexpr=object, BlockedLayout=lambda *_: None,
         SliceLayout=lambda *_: None, num_warps=lambda: program.warps, static_range=range,
@@ -181,6 +187,7 @@ def language(program, cluster):
         "rank_in_cluster": lambda: Value(np.int32(program.part)),
         "meet_cluster": cluster.barrier.wait,
         "done_with_cluster": lambda: None,
+        "leave_cluster": lambda: None,
         "wait_for_cluster": cluster.barrier.wait,
         "put": lambda place, value, live: store(place, value, live),
         "count": lambda place: np.add.at(counts, held_once(place), 1),
@@ -196,6 +203,7 @@ def language(program, cluster):
         "listed_labels": lambda place, which: Value(words[260 * which + LABELS + place.array]),
         "listed_by": lambda place, program: Value(cluster.words[program.array, LIST + place.array]),
         "set_note": set_note,
+        "note_three": note_three,
         "declare_pool": lambda: None,
         "reserve": reserve,
         "reserved_by": lambda program: Value(cluster.words[program.array, 260]),

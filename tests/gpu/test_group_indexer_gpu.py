@@ -3,11 +3,14 @@
 Cases of one shape share their kernels: what they compile is most of their time.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kimigraph.codegen.specialize import BUILDERS
-from kimigraph.codegen.specialize import lightning_indexer as forms
+from kimigraph.codegen.specialize import BUILDERS, lightning_indexer_group_prompt, lightning_indexer_groups
+from kimigraph.codegen.specialize.lightning_indexer_groups import ALONE, LONG, TOGETHER
+from kimigraph.codegen.specialize.lightning_indexer_prompt import NARROW, WIDE
 from kimigraph.ir.descriptors import IndexKeyDescriptor
 from kimigraph.ir.reference.cache_bytes import index_key_bytes, index_key_planes, read_index_keys
 from kimigraph.ir.reference.lightning_indexer import lightning_indexer
@@ -106,41 +109,50 @@ FEW = [
 MANY = [
     {"batch": 1, "tokens": 100, "heads": 64, "total": 8192, "kind": "holes"},
     {"batch": 2, "tokens": 70, "heads": 32, "total": 4096, "paged": False},
+    {"batch": 2, "tokens": 71, "heads": 64, "total": 4096, "paged": False},
 ]
 
 
-@pytest.fixture
-def form(monkeypatch):
-    """Has the indexer take a form by name."""
+SHAPES = [ALONE, replace(ALONE, half=True), TOGETHER, LONG]
 
-    def ask(name):
-        monkeypatch.setitem(BUILDERS, "lightning_indexer", lambda request: forms.build(request, form=name))
+
+@pytest.fixture
+def built(monkeypatch):
+    """Has the indexer take a form with some options."""
+
+    def ask(form, **options):
+        monkeypatch.setitem(BUILDERS, "lightning_indexer", lambda request: form.build(request, **options))
 
     return ask
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("quantise", ["before", "inside"])
 @pytest.mark.parametrize("sizes", FEW, ids=str)
-def test_few_rows(kernel, form, sizes, quantise):
-    form("groups")
+def test_few_rows(kernel, built, sizes, quantise, shape):
+    built(lightning_indexer_groups, shape=shape if sizes["heads"] <= 64 else None)
     case = Case(**sizes)
     route, found, want = case.picks(kernel, 1024, quantise)
     assert route.startswith("MXFP8, two launches")
     case.check(found, want)
 
 
-@pytest.mark.parametrize("sizes", MANY, ids=str)
-def test_many_rows(kernel, form, sizes):
-    form("group slabs")
+@pytest.mark.parametrize(
+    ("sizes", "groups"), [(MANY[0], NARROW), (MANY[0], WIDE), (MANY[1], NARROW), (MANY[2], WIDE)], ids=str
+)
+def test_many_rows(kernel, built, sizes, groups):
+    built(lightning_indexer_group_prompt, groups=groups)
     case = Case(**sizes)
     route, found, want = case.picks(kernel, 1024, "before" if case.table is None else "inside")
     assert route.startswith("MXFP8, many rows")
     case.check(found, want)
 
 
-def test_more_programs_than_fit_at_once(kernel, form):
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("selects", ["select_codes", "select_bounded"])
+def test_more_programs_than_fit_at_once(kernel, built, shape, selects):
     """Programs that take the place of others, and stages that are filled again: every run lists the same."""
-    form("groups")
+    built(lightning_indexer_groups, shape=shape, selects=selects)
     case = Case(64, 1, 64, 32768)
     _, before, want = case.picks(kernel, 2048)
     _, inside, _ = case.picks(kernel, 2048, "inside")
@@ -148,14 +160,15 @@ def test_more_programs_than_fit_at_once(kernel, form):
     case.check(before, want)
 
 
-def test_ties_fall_to_the_lower_index(kernel, form):
-    form("groups")
+@pytest.mark.parametrize("shape", SHAPES[-2:], ids=str)
+def test_ties_fall_to_the_lower_index(kernel, built, shape):
+    built(lightning_indexer_groups, shape=shape)
     _, found, want = Case(**BASE, kind="equal").picks(kernel, 1024)
     assert torch.equal(found, want)
 
 
-def test_rows_of_pages_are_listed_in_the_order_of_positions(kernel, form):
-    form("groups")
+def test_rows_of_pages_are_listed_in_the_order_of_positions(kernel, built):
+    built(lightning_indexer_groups)
     case = Case(**BASE)
     positions, rows = case.picks(kernel, 1024)[1][0], case.picks(kernel, 1024, rows=True)[1][0]
     listed = case.table[0][positions.clamp_min(0).long() // 64] * 64 + positions % 64

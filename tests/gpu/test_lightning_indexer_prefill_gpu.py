@@ -25,18 +25,30 @@ def one_launch(request):
 
 
 def slabs(request):
-    return lightning_indexer_prompt.build(request, slab=128)
+    return lightning_indexer_prompt.build(request, slab=128, groups=lightning_indexer_prompt.NARROW)
+
+
+def wide_slabs(request):
+    return lightning_indexer_prompt.build(request, slab=128, groups=lightning_indexer_prompt.WIDE)
 
 
 @pytest.mark.parametrize(("build", "form"), [*((one_launch, form) for form in CASES.FORMS), (slabs, "fp8 pages")])
 @pytest.mark.parametrize(("k", "heads", "lengths"), [(2048, 64, [1]), (128, 32, [5000]), (600, 128, [9000])])
 def test_at_width(kernel, build, form, k, heads, lengths, monkeypatch):
     """Whole numbers: no rounding hides a wrong pick, and ties are everywhere."""
+    check_at_width(kernel, build, form, k, heads, lengths, monkeypatch)
+
+
+def test_wide_groups_at_width(kernel, monkeypatch):
+    check_at_width(kernel, wide_slabs, "fp8 pages", 600, 64, [9000], monkeypatch)
+
+
+def check_at_width(kernel, build, form, k, heads, lengths, monkeypatch):
     operands, descriptor = CASES.operands_of(form, 1, 300, 12288, heads, lengths, span=2)
     monkeypatch.setitem(CASES.BUILDERS, "lightning_indexer", build)
     moved = tuple(None if tensor is None else tensor.cuda() for tensor in operands)
     module = kernel("lightning_indexer", dict(zip(CASES.OPERANDS, moved, strict=True)), {"k": k, "scale": 0.5})
-    assert hasattr(module, "score_prompt") == (build is slabs)
+    assert hasattr(module, "score_prompt") == (build in (slabs, wide_slabs))
     found = module.launch(*moved)
     assert torch.equal(found, module.launch(*moved))
     q, keys, weights, limits, _, table = moved
@@ -49,11 +61,12 @@ def test_at_width(kernel, build, form, k, heads, lengths, monkeypatch):
         assert torch.equal(found[:, part], wanted)
 
 
-def test_slabs_with_unmapped_pages_and_rows_of_the_cache(kernel, monkeypatch):
+@pytest.mark.parametrize("build", [slabs, wide_slabs])
+def test_slabs_with_unmapped_pages_and_rows_of_the_cache(kernel, monkeypatch, build):
     """Two sequences, the end of a slab inside a block of rows, pages that are not there; rows instead of positions."""
     operands, descriptor = CASES.operands_of("fp8 pages", 2, 135, 4096, 64, [3000, 1], span=2)
     operands[5][0, 5] = -1
-    monkeypatch.setitem(CASES.BUILDERS, "lightning_indexer", slabs)
+    monkeypatch.setitem(CASES.BUILDERS, "lightning_indexer", build)
     moved = tuple(None if tensor is None else tensor.cuda() for tensor in operands)
     attributes = {"k": 500, "scale": 0.5, "rows": True}
     module = kernel("lightning_indexer", dict(zip(CASES.OPERANDS, moved, strict=True)), attributes)

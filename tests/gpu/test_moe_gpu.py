@@ -84,9 +84,9 @@ def test_a_graph_follows_the_router(kernel, tokens):
         close(out, wanted)
 
 
-def test_rows_longer_than_a_slot_of_the_ring(tmp_path):
-    """Experts of 3,072 columns, which the form for one token does not take unasked."""
-    width, inner, count = 1792, 3072, 12
+@pytest.mark.parametrize(("width", "inner", "count"), [(1792, 3072, 12), (128, 1024, 300)])
+def test_other_sizes_in_one_stream(tmp_path, width, inner, count):
+    """Rows longer than a slot of the ring, which the form for one token takes only when told to; few units."""
     given = operands(1, False) | {
         "x": torch.randn(1, width, device="cuda").bfloat16(),
         "logits": torch.randn(1, count, device="cuda"),

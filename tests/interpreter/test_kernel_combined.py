@@ -174,4 +174,4 @@ def test_a_product_of_normed_rows_of_a_table(
     places = torch.randint(0, 11, (rows, 1), generator=torch.Generator().manual_seed(rows))
     inputs = [places, draw(1, 11, depth, dtype=BF16), draw(2, depth, dtype=BF16)]
     text = check(tmp_path, device, step, ["operator"] * 3, *inputs, draw(3, columns, depth, dtype=BF16) / depth**0.5)
-    assert "normed_lookup_dot[(" in text
+    assert "def normed_lookup_dot(" in text

@@ -150,7 +150,13 @@ def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     operands = (new(batch, tokens, channels), new(channels, taps), new(batch, channels, taps - 1 + seed % 2), gate)
     gates = (new(heads * width), torch.rand(1, 1, heads, 1), new(batch, tokens, heads))
     bound = -5.0 if seed % 2 else None
-    if name != "kda_decode":
+    if name == "kda_decode_logged":
+        operands = (new(batch, 1, channels), *operands[1:3], new(batch, 1, heads * width))
+        gates = (*gates[:2], new(batch, 1, heads))
+        records = [new(batch, tokens, heads, size, dtype=torch.float32) for size in (width, width, value)]
+        filled = torch.arange(batch, dtype=torch.int32) % tokens
+        last = (*records, filled, *((new(batch, 1, heads, value), new(value)) if seed % 3 else (None, None)))
+    elif name != "kda_decode":
         operands, last = (*operands[:3], new(batch, tokens, heads * width)), last[:2]
         records = [new(batch, tokens, heads, size) for size in (width, width, value)]
         if name == "kda_verify_states":

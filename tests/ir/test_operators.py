@@ -25,6 +25,7 @@ def test_the_operators_of_this_language():
         "hadamard_rows",
         "index_key_write",
         "kda_decode",
+        "kda_decode_logged",
         "kda_prefill",
         "kda_prefill_deltas",
         "kda_replay",

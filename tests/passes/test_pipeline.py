@@ -18,6 +18,7 @@ FUSING = [
     "canonicalize",
     "raise-kda",
     "log-states",
+    "defer-states",
     "raise-attention-residual",
     "raise-cache-writes",
     "raise-norms",
@@ -26,9 +27,10 @@ FUSING = [
     "fuse-sparse-attention",
     "page-caches",
     "fuse-indexer-attention",
+    "shard",
     "insert-quantization",
 ]
-MERGING = [*FUSING, "interleave-halves", "split-indexer-prolog", "merge-horizontal", "fuse-pointwise", "merge-regions"]
+MERGING = [*FUSING, "interleave-halves", "split-indexer-prolog", "share-indexer-rows", "merge-horizontal", "fuse-pointwise", "merge-regions"]
 ALL = [*MERGING, "assign-streams", "plan-memory", "verify-schedule"]
 
 

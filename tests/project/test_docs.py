@@ -34,7 +34,7 @@ def test_links_lead_to_files(page: str) -> None:
 
 @pytest.mark.parametrize("page", USER_PAGES)
 def test_options_exist(page: str) -> None:
-    known = {"--help", *options(typer.main.get_command(make_app()))}
+    known = {"--help", "--nproc-per-node", *options(typer.main.get_command(make_app()))}
     unknown: set[str] = set()
     for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", line))

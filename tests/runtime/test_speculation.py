@@ -140,6 +140,20 @@ def test_counts_that_fit_no_batch_are_refused_and_change_nothing(kind, wrong):
 
 
 @pytest.mark.parametrize("kind", [0, 1])
+def test_of_counts_longer_than_the_batch_only_its_own_count(kind):
+    """Counts padded to all rows: what an earlier round left in the log of the others is not folded once more."""
+    rollback, layers = rollbacks()[kind], Layers()
+    layers.verify(layers.projections(), rollback)
+    rollback.commit([1, 2, 3])
+    kept = {name: value.clone() for name, value in rollback.states.items()}
+    layers.verify(layers.projections(), rollback)
+    rollback.verified(2)
+    rollback.commit(torch.tensor([2, 0, 4]))
+    for name, value in rollback.states.items():
+        assert not torch.equal(value[0], kept[name][0]) and torch.equal(value[1:], kept[name][1:])
+
+
+@pytest.mark.parametrize("kind", [0, 1])
 def test_a_log_is_folded_once_and_an_aborted_round_never_was(kind):
     rollback, layers = rollbacks()[kind], Layers()
     with pytest.raises(SequenceError, match="folded once"):

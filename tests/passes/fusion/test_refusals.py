@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import Node
+from torch.fx import Interpreter, Node
 
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.fake import infer
+from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.purity import dead_code
 from kimigraph.ir.remarks import Remark
+from kimigraph.ir.script import make_inputs
 from kimigraph.passes.base import PassContext
 from kimigraph.passes.canonicalize import Canonicalize
 from kimigraph.passes.fuse_lightning_indexer import FuseLightningIndexer
@@ -178,6 +180,24 @@ def test_an_indexer_is_refused(edit: Callable[[Any], Node], reason: str, kimi: A
     assert remark.node == fault.name
     assert remark.score >= 1
     assert kimi.fused() == {} and len(kimi.graph.nodes) <= before
+
+
+def test_keys_turned_where_both_sizes_are_equal_stay_turned(step: MakeStep) -> None:
+    """64 positions of 64 channels: shapes alone do not tell keys from their transpose."""
+    made = step("kimi_k31", "eager", options={"batch": 1}, index_head_dim=64)
+    made.fuse((Canonicalize(),))
+    product = relu_of(made).args[0]
+    turned = add(made, product, ATEN.transpose.int, product.args[1], -2, -1)
+    assert turned.meta["val"].shape == product.args[1].meta["val"].shape
+    product.args = (product.args[0], turned)
+    given = make_inputs(made.program.inputs, {}, 3)
+    wanted = Interpreter(made.program.graph_module).run(*(tensor.clone() for tensor in given))
+    apply(made, FuseLightningIndexer())
+    [indexer] = nodes(made, OPERATORS["lightning_indexer"].overload)
+    rows, channels = indexer.args[1].meta["val"].stride()[1:]
+    assert (rows, channels) == (1, 64), "the operator takes the channels of the cache as keys"
+    found = Interpreter(made.program.graph_module).run(*given)
+    assert all(map(torch.equal, found, wanted))
 
 
 def test_a_refusal_names_the_users_line(kimi: Any) -> None:

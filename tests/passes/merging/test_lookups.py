@@ -1,5 +1,6 @@
 """Rows of a table, their norm and the product that reads it alone become one kernel."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,10 +89,17 @@ def test_one_row_many_rows_and_wide_ones_stay(
     assert not regions(weighted(way_in, *tensors(rows, dtype), weights=3), context)
 
 
-def test_programs_that_would_all_read_many_bytes_again_do_not_pay(weighted: Any, context: PassContext) -> None:
-    shapes = ((8, 1, 4096), (16, 4096), (4096,), (16384, 4096))
-    given = [torch.zeros(8, 1, dtype=torch.int64), *(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)]
-    program = weighted(way_in, *given, weights=3)
-    records = run_pipeline(program, Pipeline.parse("merge-horizontal"), context)
-    assert any("one kernel does not pay" in remark.message for remark in records[-1].result.remarks)
-    assert not regions(program, context)
+@pytest.mark.parametrize(("signal", "pays"), [(1e-7, True), (5e-6, False), (0.0, True)])
+def test_a_wait_that_costs_as_much_as_a_launch_does_not_pay(
+    signal: float, pays: bool, weighted: Any, context: PassContext
+) -> None:
+    """Together, programs wait for the normed rows; without a figure as long as one kernel for another."""
+    fast = {"bytes_per_second": 1e15, "launch_seconds": 1e-6, "latency_seconds": 1e-6, "signal_seconds": signal}
+    device = replace(context.device, **fast)
+    program = weighted(way_in, *tensors(8), weights=3)
+    given = replace(context, config=replace(context.config, device=device.text()))
+    records = run_pipeline(program, Pipeline.parse("merge-horizontal"), given)
+    [told] = [remark for remark in records[-1].result.remarks if "us apart" in remark.message]
+    assert told.kind == ("passed" if pays else "missed")
+    assert f"with {device.wait_seconds * 1e6:.2f} us until all programs see the normed rows" in told.message
+    assert any(node.meta.get("region") for node in program.graph_module.graph.nodes) == pays

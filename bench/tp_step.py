@@ -1,0 +1,237 @@
+"""A decode step on two GPUs against one: time, communication that shows, the kernels of both, and that both agree.
+
+    for n in 1 2; do kimigraph compile examples/k31 --batch 64 --context 131072 --dtype bfloat16 --target cuda \\
+        --set num_hidden_layers=4 --tp $n --out programs/b64-tp$n; done
+    PYTHONPATH=. torchrun --nproc-per-node 2 bench/tp_step.py --programs programs --names b64 --out tp2_k31.json
+
+Weights and caches are random, drawn alike on both GPUs, and caches nearly full. Times are medians over replays of a
+CUDA graph, of two ranks the longer. ``without_communication_us`` is the program with every collective left out, and
+``by_library_us`` that with every sum by NCCL. Logits are compared with those of one GPU. In bf16 picks near the bound
+flip: ``--compare`` programs in float32, over a context of no more than the indexer's picks, have none that could.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from run_facts import run_facts
+from torch.profiler import ProfilerActivity, profile
+
+from kimigraph.ir.manifest import Manifest
+from kimigraph.ir.mesh import COLLECTIVES, TP_GROUP
+from kimigraph.ir.program import InputSpec
+from kimigraph.ir.ranks import join, leave
+from kimigraph.runtime.executor import Executor, load_program
+from kimigraph.weights import drawn_weight
+
+REPLAYS, IN_A_ROW, KERNELS = 41, 4, 24
+SILENT = """
+class _Call:
+    def __init__(self, function):
+        self.default = function
+
+
+class _Silent:
+    all_reduce = _Call(lambda x, *rest: x)
+    wait_tensor = _Call(lambda x: x)
+    all_gather_into_tensor = _Call(lambda x, ways, name: torch.cat([x] * ways))
+
+
+"""
+"""Stands in for collectives: shapes without communication."""
+
+Step = Callable[[], Any]
+
+
+def graph_of(step: Step) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The step as a graph, and what keeps its results."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        result = step()
+    return graph, result
+
+
+def microseconds(graph: torch.cuda.CUDAGraph, together: bool, replays: int = REPLAYS) -> float:
+    """Of one replay, median. Replays in a row spread the skew of the ranks' starts; the longer of the ranks counts."""
+    times: list[float] = []
+    for _ in range(replays + 2):
+        if together:
+            dist.barrier()
+        torch.cuda.synchronize()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(IN_A_ROW):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / IN_A_ROW)
+    found = torch.tensor([statistics.median(times[2:])], device="cuda")
+    if together:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
+
+
+def kernels_of(graph: torch.cuda.CUDAGraph, replays: int = 5) -> list[tuple[str, float, int]]:
+    """Name, microseconds and number of the kernels of a replay that take longest."""
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as run:
+        for _ in range(replays):
+            graph.replay()
+        torch.cuda.synchronize()
+    rows = [
+        (one.key[:70], round(one.self_device_time_total / replays, 1), one.count // replays)
+        for one in run.key_averages()
+    ]
+    return sorted(rows, key=lambda row: -row[1])[:KERNELS]
+
+
+def collectives() -> list[dict[str, float]]:
+    """Microseconds of collectives of some sizes, twenty in a graph."""
+    library: Any = getattr(torch.ops, COLLECTIVES)
+    rows: list[dict[str, float]] = []
+    for elements in (8 * 2304, 64 * 2304, 64 * 81920):
+        x = torch.ones(elements, dtype=torch.bfloat16, device="cuda")
+
+        def summed(x: torch.Tensor = x) -> torch.Tensor:
+            return library.wait_tensor(library.all_reduce(x, "sum", TP_GROUP))
+
+        def gathered(x: torch.Tensor = x) -> torch.Tensor:
+            return library.wait_tensor(library.all_gather_into_tensor(x, dist.get_world_size(), TP_GROUP))
+
+        row = {"bytes": 2.0 * elements}
+        for name, one in (("all_reduce", summed), ("all_gather", gathered)):
+            graph, _ = graph_of(lambda one=one: [one() for _ in range(20)][-1])
+            row[name] = round(microseconds(graph, True, 11) / 20, 2)
+        rows.append(row)
+    return rows
+
+
+def bound(directory: Path, rank: int) -> Executor:
+    """The program over random weights, of which the rank has its parts."""
+    manifest = Manifest.read(directory)
+    device = torch.device("cuda", torch.cuda.current_device())
+    weights = {s.source: drawn_weight(s, 0, device, rank) for s in manifest.bound if s.kind == "weight"}
+    return Executor(directory, weights, give_up=True)
+
+
+def arguments(executor: Executor, rank: int) -> list[torch.Tensor]:
+    """The caller's tensors: caches with room for two more tokens, the same for one GPU and for two."""
+    length = int(executor.manifest.info["context"]) - 2
+    return [_argument(spec, length, rank, executor.device) for spec in executor.caller_inputs]
+
+
+def _argument(spec: InputSpec, length: int, rank: int, device: torch.device) -> torch.Tensor:
+    random = torch.Generator(device).manual_seed(sum(map(ord, spec.source)))
+    dtype = getattr(torch, spec.dtype)
+    if spec.source == "lengths":
+        return torch.full(spec.shape, length, dtype=dtype, device=device)
+    if spec.value_range is not None:
+        return torch.randint(0, spec.value_range[1], spec.shape, generator=random, device=device, dtype=dtype)
+    whole = torch.empty(spec.whole_shape, dtype=dtype, device=device)
+    whole.normal_(0, 0.1 if spec.source.endswith("kda") else 1.0, generator=random)
+    return whole if spec.shared is None else spec.shared.take(whole, rank)
+
+
+def changed(directory: Path, scratch: Path, silent: bool) -> Callable[..., Any]:
+    """The step of the program without collectives, or with all its sums by NCCL."""
+    copy = scratch / ("silent" if silent else "library") / directory.name
+    shutil.copytree(directory, copy)
+    text = (copy / "program.py").read_text(encoding="utf-8")
+    text = text.replace("sums.add(", f"torch.ops.{COLLECTIVES}.all_reduce.default(")
+    if silent:
+        text = text.replace(f"torch.ops.{COLLECTIVES}.", "_Silent.").replace(
+            "@torch.no_grad()\ndef step(", f"{SILENT}@torch.no_grad()\ndef step("
+        )
+    (copy / "program.py").write_text(text, encoding="utf-8")
+    return load_program(copy).step
+
+
+def one_gpu(directory: Path, timed: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Logits of the program for one GPU, and its figures."""
+    executor = bound(directory, 0)
+    given = arguments(executor, 0)
+    logits, row = executor(*given)[0].float().clone(), dict[str, Any]()
+    if timed:
+        graph, _ = graph_of(lambda: executor(*given))
+        row = {"one_gpu_us": microseconds(graph, False), "one_gpu_kernels": kernels_of(graph)}
+    return logits, row
+
+
+def two_gpus(directory: Path, rank: int, timed: bool, scratch: Path) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Logits of the program for two GPUs on this rank, and its figures."""
+    executor = bound(directory, rank)
+    given = arguments(executor, rank)
+    logits = executor(*given)[0].float().clone()
+    both = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+    dist.all_gather(both, logits)
+    row: dict[str, Any] = {"ranks_agree": all(torch.equal(one, both[0]) for one in both)}
+    own = executor.step
+    forms = {"two_gpus_us": lambda: own, "by_library_us": lambda: changed(directory, scratch, False)}
+    forms["without_communication_us"] = lambda: changed(directory, scratch, True)
+    for name, form in forms.items() if timed else ():
+        executor.step = form()
+        graph, _ = graph_of(lambda: executor(*given))
+        row[name] = microseconds(graph, True)
+        if name == "two_gpus_us":
+            row["two_gpus_kernels"] = kernels_of(graph)
+    return logits, row
+
+
+def compared(name: str, programs: Path, rank: int, timed: bool, scratch: Path) -> dict[str, Any]:
+    """All figures of the two programs of that name; those of rank 0 count."""
+    manifest = Manifest.read(programs / f"{name}-tp2")
+    row: dict[str, Any] = {"program": name, "batch": manifest.info["batch"], "context": manifest.info["context"]}
+    wanted = None
+    if rank == 0:
+        wanted, facts = one_gpu(programs / f"{name}-tp1", timed)
+        row |= facts
+        torch.cuda.empty_cache()
+    dist.barrier()
+    logits, facts = two_gpus(programs / f"{name}-tp2", rank, timed, scratch)
+    row |= facts
+    torch.cuda.empty_cache()
+    if wanted is not None:
+        row["relative_error"] = float((logits - wanted).abs().max() / wanted.abs().max())
+        row["same_argmax"] = float((logits.argmax(-1) == wanted.argmax(-1)).float().mean())
+    if rank == 0 and timed:
+        row["speed_up"] = row["one_gpu_us"] / row["two_gpus_us"]
+        row["exposed_share"] = 1 - row["without_communication_us"] / row["two_gpus_us"]
+    return row
+
+
+def main() -> None:
+    """Measure every pair of programs and write one JSON document."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=Path, required=True, help="directory with NAME-tp1 and NAME-tp2")
+    parser.add_argument("--names", nargs="+", required=True, help="pairs that are timed and compared")
+    parser.add_argument("--compare", nargs="*", default=[], help="pairs that are compared alone")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    rank = join(TP_GROUP, 2, "cuda")
+    document: dict[str, Any] = {**run_facts(), "collectives_us": collectives(), "rows": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in (*options.compare, *options.names):
+            row = compared(name, options.programs, rank, name in options.names, Path(scratch))
+            document["rows"].append(row)
+            if rank == 0:
+                options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                print(json.dumps({key: value for key, value in row.items() if not key.endswith("kernels")}), flush=True)
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""What kimigraph writes into ONNX files beside the graph, and finds there again."""
+
+DOMAIN = "kimigraph"
+"""The domain of semantic operators, version 1."""
+NEXT = ".next"
+"""What the output is called that holds the new value of a state: its input's name and this."""
+STATE = "state "
+"""Property ``state <input>``: the output that holds its new value."""
+RANGE = "range "
+"""Property ``range <input>``: bounds of its integers, low inclusive and high exclusive, such as ``0 96``."""
+PHASE = "phase"
+"""Property: what the step does, ``decode`` or ``prefill``."""

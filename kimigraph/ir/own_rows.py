@@ -1,0 +1,28 @@
+"""``kimigraph::own_rows``: of a tensor that all ranks have, a view of the rows that one of them works on.
+
+    own_rows(Tensor(a) x, int ways, str group) -> Tensor(a)
+
+``x`` [N, ...] with N a multiple of ``ways``; rank r of the group gets rows r N / ways up to the next rank's. A view, so
+that no kernel runs; it is no semantic operator. Fake values are those of rank 0, which has the shape of all. Errors:
+ValueError for rows that ``ways`` does not divide.
+"""
+
+import torch
+from torch import Tensor
+
+from kimigraph.ir.operators.registry import NAMESPACE
+from kimigraph.ir.ranks import own_rows, rows_of
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LIBRARY.define("own_rows(Tensor(a) x, int ways, str group) -> Tensor(a)")
+_LIBRARY.impl("own_rows", own_rows, "CompositeExplicitAutograd")
+
+
+def _fake(x: Tensor, ways: int, group: str) -> Tensor:
+    return rows_of(x, ways, 0)
+
+
+torch.library.register_fake(f"{NAMESPACE}::own_rows", _fake, lib=_LIBRARY)
+
+OWN_ROWS = torch.ops.kimigraph.own_rows.default
+"""What nodes of a graph call."""

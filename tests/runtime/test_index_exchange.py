@@ -1,0 +1,177 @@
+"""The pruned exchange of index candidates: exact on any shards, with ties, and with the bytes that it says."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kimigraph.ir.errors import CompileError, UsageError
+from kimigraph.ir.reference.lightning_indexer import lightning_indexer
+from kimigraph.ir.reference.sparse_attention import sparse_attention
+from kimigraph.runtime.parallel.collectives import Gather, Sum, in_lock_step
+from kimigraph.runtime.parallel.index_exchange import (
+    CANDIDATE_BYTES,
+    Exchanged,
+    bytes_a_row,
+    exchange,
+    exchange_all,
+    local_candidates,
+    owned,
+    room,
+)
+from kimigraph.runtime.parallel.partial_attention import merge, merge_ranks
+from kimigraph.runtime.parallel.sequence_shards import SequenceShards
+
+SPECIAL = [math.nan, -math.inf, math.inf, -0.0, 0.0]
+
+
+def wanted(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """The first k of each row, ascending, by a sort of Python's."""
+    rows: list[list[int]] = []
+    for values, shown in zip(scores.tolist(), visible.tolist(), strict=True):
+        keys = [(-(-math.inf if math.isnan(value) else value + 0.0), token) for token, value in enumerate(values)]
+        picked = sorted(token for _, token in sorted(key for key, seen in zip(keys, shown, strict=True) if seen)[:k])
+        rows.append(picked + [-1] * (k - len(picked)))
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def exchanged(
+    scores: torch.Tensor, visible: torch.Tensor, k: int, shards: SequenceShards, by: Any = exchange
+) -> tuple[list[Exchanged], int]:
+    """What simulated ranks find, each of which sees its own tokens alone, and the bytes that they sent."""
+    ranks: list[Any] = []
+    every = torch.arange(scores.shape[1])
+    for rank in range(shards.ways):
+        mine = every[shards.owner(every) == rank]
+        ranks.append(by(local_candidates(scores[:, mine], visible[:, mine], mine, k), k, shards.ways))
+    return in_lock_step(ranks)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_ranks_find_what_one_device_does(data: st.DataObject) -> None:
+    ways, run = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 2, 8]))
+    rows, tokens, k = (
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(0, 40)),
+        data.draw(st.sampled_from([1, 4, 12])),
+    )
+    few = st.sampled_from([*SPECIAL, 1.0, 2.0, 1e-30, 3e38])  # ties everywhere
+    many = st.floats(width=32, allow_nan=True, allow_infinity=True)
+    values = data.draw(
+        st.lists(data.draw(st.sampled_from([few, many])), min_size=rows * tokens, max_size=rows * tokens)
+    )
+    scores = torch.tensor(values, dtype=torch.float32).reshape(rows, tokens)
+    lengths = torch.tensor(data.draw(st.lists(st.integers(0, tokens), min_size=rows, max_size=rows)))
+    visible = torch.arange(tokens) < lengths.unsqueeze(-1)
+    shards = SequenceShards(ways, run)
+    answer = wanted(scores, visible, k)
+    for by in (exchange, exchange_all):
+        results, _ = exchanged(scores, visible, k, shards, by)
+        for result in results:
+            assert torch.equal(result.tokens, answer)
+    for rank in range(ways):
+        own = owned(answer, shards, rank)
+        expected = [shards.local(row[(row >= 0) & (shards.owner(row) == rank)]).tolist() for row in answer]
+        assert [row[row >= 0].tolist() for row in own] == expected
+        assert all((row[len(kept) :] == -1).all() for row, kept in zip(own, expected, strict=True))  # compact in front
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 200))
+def test_shards_cover_every_token_once(ways: int, run: int, length: int) -> None:
+    shards, tokens = SequenceShards(ways, run), torch.arange(length)
+    held = [int(shards.held(torch.tensor(length), rank)) for rank in range(ways)]
+    assert sum(held) == length
+    for rank in range(ways):
+        mine = shards.tokens(torch.arange(held[rank]), rank)
+        assert mine.tolist() == tokens[shards.owner(tokens) == rank].tolist()
+        assert shards.local(mine).tolist() == list(range(held[rank]))
+
+
+def test_bytes_are_those_of_the_plan_and_fewer_than_the_targets() -> None:
+    torch.manual_seed(0)
+    rows, tokens, k = 2, 20_000, 2048
+    visible = torch.arange(tokens) < torch.tensor([[tokens], [tokens - 777]])
+    scores = torch.randn(rows, tokens)
+    for ways, target in ((2, 1.3), (4, 2.4)):
+        [first, *_], sent = exchanged(scores, visible, k, SequenceShards(ways))
+        plan = bytes_a_row(k, ways)
+        assert not first.overflowed and sent == rows * plan["pruned"]
+        _, unpruned = exchanged(scores, visible, k, SequenceShards(ways), exchange_all)
+        assert unpruned == rows * ways * k * CANDIDATE_BYTES == rows * plan["unpruned"]
+        assert unpruned / sent >= target
+        assert sent < rows * tokens * 4  # sending scores
+
+
+def test_winners_on_one_rank_and_ties_overflow_into_the_full_exchange() -> None:
+    shards, k, tokens = SequenceShards(2, 8), 64, 512
+    every = torch.arange(tokens)
+    visible = torch.ones(1, tokens, dtype=torch.bool)
+    one_sided = torch.where(shards.owner(every) == 1, 1.0 + every / tokens, every / tokens).unsqueeze(0)
+    for scores in (one_sided, torch.zeros(1, tokens)):
+        [first, second], sent = exchanged(scores, visible, k, shards)
+        assert first.overflowed and second.overflowed
+        assert torch.equal(first.tokens, wanted(scores, visible, k))
+        plan = bytes_a_row(k, 2)
+        assert sent == plan["pruned"] + plan["overflow"]
+    assert room(64, 2) == 40 and room(1, 4) == 1
+
+
+def test_tokens_beyond_what_a_float_holds_are_exact() -> None:
+    tokens = torch.tensor([10_000_001, 16_777_217, 16_777_219, 2_000_000_001])
+    scores = torch.tensor([[1.0, 5.0, 5.0, 2.0]])
+    own = local_candidates(scores, torch.ones(1, 4, dtype=torch.bool), tokens, 3)
+    none = local_candidates(scores[:, :0], torch.ones(1, 0, dtype=torch.bool), tokens[:0], 3)
+    results, _ = in_lock_step([exchange(own, 3, 2), exchange(none, 3, 2)])
+    assert results[1].tokens.tolist() == [[16_777_217, 16_777_219, 2_000_000_001]]
+
+
+def test_indexer_and_attention_over_shards_are_those_of_one_device() -> None:
+    torch.manual_seed(1)
+    batch, heads, total, k, width = 3, 4, 50, 8, 6
+    q, keys, weights = torch.randn(batch, 1, 4, 8), torch.randn(batch, total, 8), torch.randn(batch, 1, 4)
+    lengths = torch.tensor([50, 1, 17])
+    picks = lightning_indexer(q, keys, weights, lengths - 0, None, k=k, scale=1.0)
+    latent, query = torch.randn(batch, total, width), torch.randn(batch, 1, heads, width)
+    out, lse = sparse_attention(query, None, latent, None, picks, scale=0.3)
+    scores = torch.einsum("bh,bht->bt", weights[:, 0], torch.einsum("bhd,btd->bht", q[:, 0], keys).relu())
+    visible = torch.arange(total) < lengths.unsqueeze(-1)
+    for ways in (2, 3, 4):
+        shards = SequenceShards(ways, 4)
+        results, _ = exchanged(scores, visible, k, shards)
+        assert torch.equal(results[0].tokens, picks[:, 0])
+        ranks: list[Any] = []
+        every = torch.arange(total)
+        for rank in range(ways):
+            own = owned(results[rank].tokens, shards, rank).unsqueeze(1)
+            ranks.append(
+                merge_ranks(
+                    *sparse_attention(query, None, latent[:, every[shards.owner(every) == rank]], None, own, scale=0.3)
+                )
+            )
+        merged, _ = in_lock_step(ranks)
+        for whole, sums in merged:
+            assert torch.allclose(whole, out, atol=1e-5) and torch.allclose(sums, lse, atol=1e-5)
+
+
+def test_parts_without_rows_count_as_nothing() -> None:
+    outs = torch.tensor([[[1.0]], [[math.nan]]])
+    lses = torch.tensor([[0.5], [-math.inf]])
+    out, lse = merge(outs, lses)
+    assert out.tolist() == [[1.0]] and lse.tolist() == [0.5]
+    out, lse = merge(torch.zeros(2, 1, 1), torch.full((2, 1), -math.inf))
+    assert out.tolist() == [[0.0]] and lse.tolist() == [-math.inf]
+
+
+def test_ranks_that_ask_for_different_collectives_are_refused() -> None:
+    def asks(kind: Any) -> Any:
+        yield kind(torch.zeros(2))
+
+    with pytest.raises(CompileError, match="different collectives"):
+        in_lock_step([asks(Sum), asks(Gather)])
+    with pytest.raises(UsageError, match="must be positive"):
+        SequenceShards(0)
