@@ -341,7 +341,9 @@ def load(
     cuda_graph: bool = False,
     max_graphs: int = MAX_GRAPHS,
 ) -> Compiled:
-    """Load a saved artifact and bind ``weights`` to it: a state dict, or the directory of a checkpoint.
+    """Load a saved artifact and bind ``weights`` to it: a state dict, the directory of a checkpoint, or a file.
+
+    A file is the ``.onnx`` or ``.pt2`` that the artifact was compiled from.
 
     A checkpoint's tensors are read one by one onto the program's device; docs/checkpoints.md has what is read.
 

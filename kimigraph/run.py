@@ -9,10 +9,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.profiler import record_function
 
-from kimigraph.capture import load_source
-from kimigraph.capture.load import FILES
+from kimigraph.capture.load import FILES, weights_of_file
 from kimigraph.compiler import read_manifest
-from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.program import InputSpec
@@ -56,8 +54,7 @@ def program_weights(
 
 def _file_weights(manifest: Manifest, path: Path) -> dict[str, torch.Tensor]:
     """The parameters and buffers that ``path`` holds, those that the program binds."""
-    module = load_source(str(path), CompileConfig()).loaded.module
-    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    held = weights_of_file(path)
     wanted = {spec.source: spec for spec in manifest.bound if spec.kind != "constant"}
     lost = [n for n, spec in wanted.items() if n not in held or tuple(held[n].shape) != spec.shape]
     if lost:

@@ -106,7 +106,9 @@ def new_session(config: CompileConfig, notify: Notify) -> Generator[Session]:
         raise UsageError(f"target {target!r} has caches as the model has them: leave out cache_layout, or take another")
     _check_phase(config, pipeline)
     if config.reference != "eager" and not config.verify:
-        raise UsageError(f"--reference {config.reference} is what --verify compares with: add --verify, or leave it out")
+        raise UsageError(
+            f"--reference {config.reference} is what --verify compares with: add --verify, or leave it out"
+        )
     _check_ranks(config, pipeline, target)
     if config.verify and ahead_of_time_arch(target) is not None:
         require_runnable(target)
@@ -157,6 +159,7 @@ def _check_ranks(config: CompileConfig, pipeline: Pipeline, target: str) -> None
     for wrong, what in (
         (target == ONNXRUNTIME, f"target {target!r}"),
         (config.phase == "verify", "phase verify (drafts)"),
+        (config.state_log > 1, f"state_log {config.state_log}"),
         (config.verify, "--verify: compare `generate --tp` with one rank, or verify the model on one"),
         (config.check_numerics, "--check-numerics"),
     ):

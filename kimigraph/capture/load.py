@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from kimigraph.capture.function_source import function_source
 from kimigraph.capture.source import ModelSource, read_config
 from kimigraph.ir.config import CompileConfig
@@ -59,6 +61,16 @@ def _file_source(path: Path, config: CompileConfig, rows: bool) -> ModelSource:
     from kimigraph.capture.onnx.source import onnx_source
 
     return onnx_source(path, config)
+
+
+def weights_of_file(path: Path) -> dict[str, Tensor]:
+    """The parameters and buffers in a ``.onnx`` or ``.pt2`` file, by name. Errors as in ``load_source``."""
+    if path.suffix == ".onnx":
+        from kimigraph.capture.onnx.source import onnx_weights
+
+        return onnx_weights(path)
+    module = load_source(str(path), CompileConfig()).loaded.module
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _directory_source(directory: Path, config: CompileConfig, rows: bool) -> ModelSource:

@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 def _run(
     artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Directory that `kimigraph compile` wrote.")],
     weights: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory of a checkpoint. [default: seeded weights]")
+        Path | None, typer.Option(metavar="PATH", help="Checkpoint, or .onnx or .pt2 source. [default: seeded weights]")
     ] = None,
     inputs: Annotated[
         Path | None,

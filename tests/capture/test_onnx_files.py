@@ -12,7 +12,9 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
+from kimigraph import load
 from kimigraph.capture import load_source
+from kimigraph.compiler import compile_source
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import KimigraphError, UsageError
 
@@ -244,6 +246,20 @@ def test_open_sizes_are_given_by_name(tmp_path: Path) -> None:
     source = load_source(str(tmp_path / "m.onnx"), CompileConfig(overrides=(("batch", "2"), ("width", "5"))))
     assert source.build()[1][0].shape == (2, 5)
     assert "at most" in refusal(proto, tmp_path, ("batch", str(2**40)), ("width", "4096"))
+
+
+def test_a_program_of_open_sizes_takes_its_weights_from_the_file(tmp_path: Path) -> None:
+    weight = helper.make_tensor("layer.w", FLOAT, [3, 4], list(map(float, range(12))))
+    proto = model(helper.make_node("MatMul", ["x", "layer.w"], ["y"]), weights=[weight], shape=("batch", 3))
+    path = saved(proto, tmp_path / "m.onnx")
+    config = CompileConfig(target="cpu:reference", overrides=(("batch", "2"),))
+    compile_source(path, [config], tmp_path / "artifact", lambda _: None)
+    x = torch.ones(2, 3)
+    (y,) = load(tmp_path / "artifact", weights=path)(x)
+    torch.testing.assert_close(y, x @ torch.arange(12.0).reshape(3, 4))
+    other = saved(model(helper.make_node("Relu", ["x"], ["y"])), tmp_path / "other.onnx")
+    with pytest.raises(UsageError, match=r"is not what the program was compiled from: it has no layer\.w"):
+        load(tmp_path / "artifact", weights=other)
 
 
 def test_states_are_found_by_properties_and_names(tmp_path: Path) -> None:

@@ -268,3 +268,31 @@ def test_operators_without_translation_are_listed_all_at_once() -> None:
         exported(odd, (X,))
     assert all(name in str(caught.value) for name in ("matrix_exp", "i0", "fft")), caught.value
     assert "operators have no translation" in str(caught.value)
+
+
+@pytest.mark.parametrize("reader", ["alias", "view", "result", "late"])
+def test_a_state_that_is_read_later_is_not_written_early(reader: str, tmp_path: Path) -> None:
+    """The old value under another name, through a view, as a result, or after the step: it stays what it was."""
+    tensors = SEMANTIC["KdaDecode"][1]
+    path = tmp_path / "model.onnx"
+    write_model(model_proto(exported(decode, tensors), DOMAIN, OPSET), path, None)
+    proto = onnx.load(str(path))
+    state = proto.graph.input[7].name
+    make, last = onnx.helper.make_node, len(proto.graph.node)
+    read = {
+        "alias": [(0, make("Identity", [state], ["same"])), (last + 1, make("Neg", ["same"], ["read"]))],
+        "view": [(0, make("Transpose", [state], ["turned"])), (last + 1, make("Neg", ["turned"], ["read"]))],
+        "result": [(0, make("Identity", [state], ["read"]))],
+        "late": [(last, make("Neg", [state], ["read"]))],
+    }[reader]
+    for place, node in read:
+        proto.graph.node.insert(place, node)
+    proto.graph.output.append(onnx.ValueInfoProto(name="read"))
+    path.write_bytes(proto.SerializeToString())
+    old = tensors[7].clone()
+    want = {"alias": -old, "view": -old.permute(3, 2, 1, 0), "result": old, "late": -old}[reader]
+    values = read_back(path, tensors)
+    torch.testing.assert_close(values[1], want)
+    copies = [tensor.clone() for tensor in tensors]
+    torch.testing.assert_close(values[0], decode(*copies))
+    torch.testing.assert_close(values[-1], copies[7])

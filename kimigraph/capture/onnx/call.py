@@ -23,8 +23,8 @@ class Call:
     opset: int
     from_torch: bool
     """Whether torch's operators were written out to make the file."""
-    last_use: Callable[[int], bool]
-    """Whether nobody reads the operand of that place after this node."""
+    may_write: Callable[[int], bool]
+    """Whether the operand of that place is a state of which nobody reads the old value after this node."""
 
     def operand(self, place: int) -> Value:
         """An operand that must be there."""

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from keyword import iskeyword
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph, Interpreter
+from torch.fx import Graph, Interpreter, Node
 from torch.fx.traceback import preserve_node_meta
 
 from kimigraph.adapters.onnx_file import FileFunction, FileNode, FilePort, Foreign, OnnxFile, Reference, StoredTensor
@@ -24,6 +24,7 @@ from kimigraph.capture.onnx.layout import LAYOUT
 from kimigraph.capture.onnx.pointwise import POINTWISE
 from kimigraph.capture.onnx.products import PRODUCTS
 from kimigraph.capture.onnx.semantic import call_operator, operator_named
+from kimigraph.capture.versions import is_view
 from kimigraph.ir import purity
 from kimigraph.ir.errors import CaptureError, KimigraphError, UsageError
 from kimigraph.ir.onnx_format import DOMAIN
@@ -92,10 +93,8 @@ def build_module(file: OnnxFile, inputs: Inputs, states: Mapping[str, str]) -> n
     for number, (name, port) in enumerate(inputs.states.items()):
         held[name] = build.placeholder(f"state_{number}", _numbers(port), _dtype(port))
     scope |= held
-    right = _right_operands(file)
-    for tensor in file.weights:
-        scope[tensor.name] = _weight(build, file, tensor, tensor.name in right)
-    walk = _Walk(build, file)
+    scope |= _weights(build, file)
+    walk = _Walk(build, file, scope, {value.node for value in held.values() if value.node is not None})
     walk.run(file.nodes, scope, {}, file.opsets[""], [port.name for port in file.outputs])
     finals = {name: scope[output] for name, output in states.items()}
     results = [scope[port.name] for port in file.outputs if port.name not in states.values()]
@@ -106,6 +105,13 @@ def build_module(file: OnnxFile, inputs: Inputs, states: Mapping[str, str]) -> n
     _gather_states(build.graph, held)
     build.graph.output(tuple(build.node_of(value) for value in kept[len(finals) :]))
     return OnnxModule(build, [*inputs.plain, *(["cache"] if inputs.states else [])]).eval()
+
+
+def held_weights(file: OnnxFile) -> dict[str, torch.Tensor]:
+    """The parameters of the module that ``file`` becomes, whatever its sizes are."""
+    build = Builder()
+    _weights(build, file)
+    return dict(build.root.named_parameters())
 
 
 class OnnxModule(nn.Module):
@@ -167,6 +173,11 @@ def _right_operands(file: OnnxFile) -> set[str]:
     return right - others
 
 
+def _weights(build: Builder, file: OnnxFile) -> dict[str, Value]:
+    right = _right_operands(file)
+    return {tensor.name: _weight(build, file, tensor, tensor.name in right) for tensor in file.weights}
+
+
 def _weight(build: Builder, file: OnnxFile, tensor: StoredTensor, turned: bool) -> Value:
     """A parameter; integers, truths and numbers are known, and what exporters fill with one number: such a tensor has
     none of a model's dotted names.
@@ -195,14 +206,14 @@ def _apart(build: Builder, values: list[Value], held: dict[str, Value], finals: 
     return kept
 
 
-@dataclass
 class _Walk:
-    """Translates nodes in order; functions that are no operators stand where they are called."""
+    """Translates nodes in order; functions that are no operators stand where they are called.
 
-    build: Builder
-    file: OnnxFile
+    ``scope`` has the values of the graph by name; ``states`` are the nodes of those that a step updates.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, build: Builder, file: OnnxFile, scope: dict[str, Value], states: Collection[Node]) -> None:
+        self.build, self.file, self._scope, self._states = build, file, scope, states
         self._functions = {(item.domain, item.name): item for item in self.file.functions}
         self._from_torch = self.file.producer in OF_TORCH
         self._places: dict[int, int] = {}
@@ -216,6 +227,7 @@ class _Walk:
         results: Iterable[str],
     ) -> None:
         """Translate ``nodes``; ``given`` are the attributes of the call that they stand for."""
+        top = scope is self._scope
         left = Counter([*results, *(name for node in nodes for name in node.inputs)])
         for node in nodes:
             left.subtract(node.inputs)
@@ -224,14 +236,27 @@ class _Walk:
             self.build.title, self.build.meta = node.title, self._origin(node)
             function = self._functions.get((node.domain, node.op))
 
-            def unread(place: int, names: tuple[str, ...] = node.inputs) -> bool:
-                return left[names[place]] == 0 and names.count(names[place]) == 1
+            def may_write(place: int, operands: tuple[Value | None, ...] = operands) -> bool:
+                return top and self._is_free(operands, place, {n: v for n, v in scope.items() if left[n] > 0})
 
-            call = Call(self.build, node, operands, attributes, opset, self._from_torch, unread)
+            call = Call(self.build, node, operands, attributes, opset, self._from_torch, may_write)
             values = self._translated(call, function)
-            scope |= {name: value for name, value in zip(node.outputs, values, strict=False) if name}
+            scope.update({name: value for name, value in zip(node.outputs, values, strict=False) if name})
             if missing := [name for name in node.outputs[len(values) :] if name]:
                 raise call.refused(f"has no output '{missing[0]}' in its translation")
+
+    def _is_free(self, operands: tuple[Value | None, ...], place: int, read_later: Mapping[str, Value]) -> bool:
+        """Whether an operand is a state that may change now: under no name, and through no view, it is read later."""
+        value = operands[place]
+        node = None if value is None else value.node
+        if node is None or node not in self._states:
+            return False
+        others = [other.node for number, other in enumerate(operands) if other is not None and number != place]
+        return (
+            not any(v.node is node for v in read_later.values())
+            and node not in others
+            and not any(is_view(user) for user in node.users)
+        )
 
     def _origin(self, node: FileNode) -> dict[str, Any]:
         """Where a node stands, as torch tells it of code: the file and the node, and the modules that exporters say."""

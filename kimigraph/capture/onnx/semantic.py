@@ -47,8 +47,7 @@ def call_operator(c: Call, operator: Operator, parameters: tuple[str, ...]) -> t
             continue
         name, number = found
         if name in writes:
-            free = value.node is not None and value.node.op == "placeholder" and c.last_use(place)
-            value = written[name] = value if free else c.build.call(ATEN.clone.default, value)
+            value = written[name] = value if c.may_write(place) else c.build.call(ATEN.clone.default, value)
         if number is None:
             given[name] = value
         else:

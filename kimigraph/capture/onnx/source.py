@@ -11,7 +11,7 @@ from torch import Tensor
 from kimigraph.adapters.onnx_file import FileNode, FilePort, OnnxFile, read_onnx
 from kimigraph.capture.hints import CaptureHints, InputHint
 from kimigraph.capture.onnx.audit import check_file
-from kimigraph.capture.onnx.module import Inputs, build_module, input_ports
+from kimigraph.capture.onnx.module import Inputs, build_module, held_weights, input_ports
 from kimigraph.capture.signature import call_leaves
 from kimigraph.capture.source import Arguments, Loaded, ModelSource
 from kimigraph.ir.config import CompileConfig
@@ -50,6 +50,11 @@ def onnx_source(path: Path, config: CompileConfig) -> ModelSource:
         hints=CaptureHints(hints, results),
         document={"onnx": _digest(path), "properties": properties, "states": states},
     )
+
+
+def onnx_weights(path: Path) -> dict[str, Tensor]:
+    """The weights of the file by the names that a program compiled from it has for them; errors as ``onnx_source``."""
+    return held_weights(check_file(read_onnx(path)))
 
 
 def _digest(path: Path) -> str:
