@@ -15,9 +15,7 @@ def ahead_of_time_arch(target: str) -> int | None:
         return None
     match = re.fullmatch(r"cuda:sm_(\d{2,3})", target)
     if match is None:
-        raise UsageError(
-            f"unknown target {target!r}: choose {', '.join(TARGETS[:-1])} or {TARGETS[-1]}"
-        )
+        raise UsageError(f"unknown target {target!r}: choose {', '.join(TARGETS[:-1])} or {TARGETS[-1]}")
     return int(match[1])
 
 

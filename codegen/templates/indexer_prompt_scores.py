@@ -116,8 +116,8 @@ def score_pages_of_rows(
 ):  # fmt: skip
     """Score the pages for the rows from ``token`` + WHICH * QUERIES / H on, as they come.
 
-    BY_QUARTERS, for 64 heads: lanes that share a key trade parts of sums of two rows, so that each ends up with one score
-    of one row and does what follows for that one alone.
+    BY_QUARTERS, for 64 heads: lanes that share a key trade parts of sums of two rows, so that each ends up with one
+    score of one row and does what follows for that one alone.
     """
     WARPS: gl.constexpr = gl.num_warps()
     PACK: gl.constexpr = QUERIES // H

@@ -28,6 +28,8 @@ MODELS = ("kimi_k31", "glm5_next", "deepseek_v32")
 UNCHANGING = {
     "log-states",
     "defer-states",
+    "shard",
+    "share-indexer-rows",
     "page-caches",
     "fuse-indexer-attention",
     "insert-quantization",

@@ -124,7 +124,7 @@ def test_rows_without_a_sequence_stay_without_tokens(speculating: Any, monkeypat
     before = {name: tensor[2].clone() for name, tensor in rollback.states.items()}
     found = generator.generate(PROMPTS[:2], GREEDY)
     assert {done.prompt: done.tokens for done in found} == {tuple(one): known[tuple(one)] for one in PROMPTS[:2]}
-    assert len(counts) == len(lengths) > 10
+    assert len(counts) == len(lengths) > 5
     assert all(len(row) == 3 and row[2] == 0 < row[0] for row in (*counts,)), "one count a sequence, not a token"
     assert all(row[2] == 0 for row in lengths)
     assert all(torch.equal(tensor[2], before[name]) for name, tensor in rollback.states.items())

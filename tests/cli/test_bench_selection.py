@@ -18,8 +18,8 @@ def test_without_a_gpu_the_remedy_is_named(cli: Any, subject: str) -> None:
     [
         (
             ("attention",),
-            "nothing to bench is called 'attention': choose attnres, dsa, kda, kda-logged, li, li-mxfp8, moe, pointwise, "
-            "prolog, quantize, rollback, sfa",
+            "nothing to bench is called 'attention': choose attnres, dsa, kda, kda-logged, li, li-mxfp8, moe, "
+            "pointwise, prolog, quantize, rollback, sfa",
         ),
         (("li", "--only", "flash_mla"), "--only flash_mla: choose deep_gemm"),
         (("sfa", "--only", "fla"), "--only fla: choose flash_mla"),

@@ -77,7 +77,15 @@ def test_every_built_in_pass_has_a_hit_and_a_refusal() -> None:
     known = registered_passes()
     for name in BUILT_IN:
         # Without a policy, a layout, drafts, logs, ranks or half-batches they do nothing: tests/passes has them.
-        if name in ("insert-quantization", "page-caches", "interleave-halves", "log-states", "defer-states", "shard", "share-indexer-rows"):
+        if name in (
+            "insert-quantization",
+            "page-caches",
+            "interleave-halves",
+            "log-states",
+            "defer-states",
+            "shard",
+            "share-indexer-rows",
+        ):
             continue
         stems = [path.stem for path in GOLDEN if path.parent.name == name]
         assert [stem for stem in stems if not stem.startswith("refused")], name

@@ -30,7 +30,15 @@ FUSING = [
     "shard",
     "insert-quantization",
 ]
-MERGING = [*FUSING, "interleave-halves", "split-indexer-prolog", "share-indexer-rows", "merge-horizontal", "fuse-pointwise", "merge-regions"]
+MERGING = [
+    *FUSING,
+    "interleave-halves",
+    "split-indexer-prolog",
+    "share-indexer-rows",
+    "merge-horizontal",
+    "fuse-pointwise",
+    "merge-regions",
+]
 ALL = [*MERGING, "assign-streams", "plan-memory", "verify-schedule"]
 
 
