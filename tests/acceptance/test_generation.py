@@ -53,7 +53,9 @@ def test_every_model_type_with_a_head_is_measured() -> None:
     assert set(FOUND) == set(MODEL_TYPES) - {"glm5_next_text"}
 
 
-@pytest.mark.parametrize("family", ["kimi_k3", "kimi_linear", "glm_moe_dsa", "glm5_next"])
+@pytest.mark.parametrize(
+    "family", ["kimi_k3", "kimi_linear", pytest.param("glm_moe_dsa", marks=pytest.mark.slow), "glm5_next"]
+)
 def test_generation_is_the_model_s_own(family: str) -> None:
     (row,) = measured("--family", family, "--size", "tiny", "--seeds", "1", "--steps", "8")
     check(row)

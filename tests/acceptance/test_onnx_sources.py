@@ -111,7 +111,7 @@ def test_a_file_of_torch_onnx_has_the_fusions_and_the_values_of_the_model(
 @pytest.mark.parametrize(
     ("model_type", "fields", "level"),
     [
-        ("deepseek_v32", ONE_LAYER, 0),
+        pytest.param("deepseek_v32", ONE_LAYER, 0, marks=slow),
         *(
             pytest.param(model_type, {}, level, marks=slow)
             for model_type in ("kimi_k31", "kimi_k3", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "glm5_next")

@@ -54,6 +54,7 @@ def test_tokens_are_those_of_plain_steps(plain: list[Completion], layout: dict[s
     assert generator.generate(PROMPTS, SAMPLINGS) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_fork_takes_its_log_along_and_an_aborted_one_leaves_none(plain: list[Completion]) -> None:
     generator = made(4)

@@ -76,7 +76,9 @@ def test_a_quantised_program_verifies(policy, tmp_path):
     assert rows["insert-quantization"]["modified"] and all(row["passed"] for row in rows.values())
 
 
-@pytest.mark.parametrize("more", [{"phase": "prefill", "batch": 1}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "more", [{"phase": "prefill", "batch": 1}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow)]
+)
 def test_prefill_and_16_bits_verify(more, tmp_path):
     config = replace(SHAPE, policy="article", verify=True, **more)
     [report] = compile_source(SOURCE, [config], tmp_path / "artifact", print)
