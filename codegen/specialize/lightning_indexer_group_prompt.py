@@ -8,15 +8,14 @@ from kimigraph.codegen.specialize.lightning_indexer_groups import PAGE, fit_grou
 from kimigraph.codegen.specialize.lightning_indexer_prompt import (
     LEAST_ROWS,
     NARROW,
-    SLAB_WORDS,
     WARPS,
     WIDE,
     Groups,
-    row_division,
-    sample_tiles,
+    slab_rows,
+    slab_selection,
     splits_of,
 )
-from kimigraph.codegen.specialize.lightning_indexer_split import EACH, selection, shared_tile
+from kimigraph.codegen.specialize.lightning_indexer_split import selection, shared_tile
 from kimigraph.codegen.specialize.rendering import ahead_of_time, is_hopper, needed, render
 
 REAL_OPTIONS = {"num_warps": 4}
@@ -41,9 +40,7 @@ def build(request: KernelRequest, *, slab: int | None = None, groups: Groups | N
     total = keys.shape[1] if table is None else table.shape[1] * PAGE
     groups = groups or (WIDE if heads == 64 else NARROW)
     block = groups.rows(heads)
-    columns, row_tiles = row_division(total)
-    words = total * (2 if row_tiles > 1 else 1)
-    slab = min(slab or max(SLAB_WORDS // words, LEAST_ROWS), tokens)
+    slab = min(slab or slab_rows(total, tokens), tokens)
     splits = splits_of(slab, block, total)
     by_rows = bool(request.attributes.get("rows", False))
     score: dict[str, Any] = {
@@ -60,19 +57,7 @@ def build(request: KernelRequest, *, slab: int | None = None, groups: Groups | N
         "BY_QUARTERS": heads == 64,
         "QUERIES": groups.queries,
     }
-    select: dict[str, Any] = {
-        "S": slab,
-        "T": total,
-        "K": int(request.attributes["k"]),
-        "LENGTH_STRIDE": 0,
-        "TABLE_STRIDE": (0, 0) if table is None else table.stride,
-        "SPLITS": splits,
-        "CTAS": 1,
-        "EACH": EACH,
-        "COLUMNS": columns,
-        "TILES": row_tiles,
-        "SAMPLE": sample_tiles(row_tiles),
-    }
+    select = slab_selection(request, total, slab, splits)
     convert: dict[str, dict[str, Any]] = {
         "real_keys": {
             "TABLE_STRIDE": 0 if table is None else table.stride[1],
@@ -93,7 +78,7 @@ def build(request: KernelRequest, *, slab: int | None = None, groups: Groups | N
         "block": block,
         "codes": (slab, total),
         "peaks": (slab, splits),
-        "kept": (slab, total if row_tiles > 1 else 0),
+        "kept": (slab, total if select["TILES"] > 1 else 0),
         "picked": (batch, tokens, select["K"]),
         "entries": (total // PAGE,),
         "cache": (total, 128),

@@ -86,6 +86,31 @@ def splits_of(slab: int, block: int, total: int) -> int:
     return min(padded(ceil_div(PROGRAMS, ceil_div(slab, block))), padded(ceil_div(total, 16 * PAGE)), 32)
 
 
+def slab_selection(request: KernelRequest, total: int, slab: int, splits: int) -> dict[str, Any]:
+    """Constants of ``select_codes`` for a slab of rows of ``total`` codes, whose peaks ``splits`` programs left."""
+    table = request.tensors.get("block_table")
+    columns, row_tiles = row_division(total)
+    return {
+        "S": slab,
+        "T": total,
+        "K": int(request.attributes["k"]),
+        "LENGTH_STRIDE": 0,
+        "TABLE_STRIDE": (0, 0) if table is None else table.stride,
+        "SPLITS": splits,
+        "CTAS": 1,
+        "EACH": EACH,
+        "COLUMNS": columns,
+        "TILES": row_tiles,
+        "SAMPLE": sample_tiles(row_tiles),
+    }
+
+
+def slab_rows(total: int, tokens: int) -> int:
+    """How many of ``tokens`` rows with ``total`` codes each share the memory."""
+    _, row_tiles = row_division(total)
+    return min(max(SLAB_WORDS // (total * (2 if row_tiles > 1 else 1)), LEAST_ROWS), tokens)
+
+
 def build(request: KernelRequest, *, slab: int | None = None, groups: Groups | None = None) -> KernelModule:
     """Needs ``serves(request)``. ``slab`` overrides how many rows share the memory, ``groups`` what multiplies."""
     q, weights = needed(request, "q"), needed(request, "weights")
@@ -93,12 +118,9 @@ def build(request: KernelRequest, *, slab: int | None = None, groups: Groups | N
     batch, tokens, heads = q.shape[:3]
     assert table is not None
     total = table.shape[1] * PAGE
-    top = int(request.attributes["k"])
     groups = groups or groups_of(heads, total)
     block = groups.rows(heads)
-    columns, row_tiles = row_division(total)
-    words = total * (2 if row_tiles > 1 else 1)
-    slab = min(slab or max(SLAB_WORDS // words, LEAST_ROWS), tokens)
+    slab = min(slab or slab_rows(total, tokens), tokens)
     splits = splits_of(slab, block, total)
     by_rows = bool(request.attributes.get("rows", False))
     score: dict[str, Any] = {
@@ -115,19 +137,7 @@ def build(request: KernelRequest, *, slab: int | None = None, groups: Groups | N
         "BY_QUARTERS": heads == 64,
         "QUERIES": groups.queries,
     }
-    select: dict[str, Any] = {
-        "S": slab,
-        "T": total,
-        "K": top,
-        "LENGTH_STRIDE": 0,
-        "TABLE_STRIDE": table.stride,
-        "SPLITS": splits,
-        "CTAS": 1,
-        "EACH": EACH,
-        "COLUMNS": columns,
-        "TILES": row_tiles,
-        "SAMPLE": sample_tiles(row_tiles),
-    }
+    select = slab_selection(request, total, slab, splits)
     score_options: dict[str, Any] = {"num_warps": 4, "maxnreg": groups.registers}
     select_options: dict[str, Any] = {"num_warps": WARPS, "maxnreg": 128}
     route = f"many rows, two launches a slab of {slab} rows"
@@ -136,8 +146,8 @@ def build(request: KernelRequest, *, slab: int | None = None, groups: Groups | N
         "block": block,
         "codes": (slab, total),
         "peaks": (slab, splits),
-        "kept": (slab, total if row_tiles > 1 else 0),
-        "picked": (batch, tokens, top),
+        "kept": (slab, total if select["TILES"] > 1 else 0),
+        "picked": (batch, tokens, select["K"]),
         "rows": by_rows,
         "score_prompt": score,
         "score_options": score_options,

@@ -48,6 +48,11 @@ NoMarks = Annotated[bool, typer.Option("--no-marks", help="Capture without marki
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the summary.")]
 
 
+def _config(set_field: list[str] | None, no_marks: bool, **options: Any) -> CompileConfig:
+    """What these options, and the fields of the configuration by name, ask for."""
+    return CompileConfig(**options, overrides=parse_overrides(set_field or []), marks=not no_marks)
+
+
 def _onnx(
     source: Source,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write; it ends in .onnx.")],
@@ -77,7 +82,9 @@ def _onnx(
       kimigraph export onnx examples/k31_tiny --batch 2 --context 256 --out k31.onnx
       kimigraph export onnx ./checkpoint --phase prefill --context 512 --flat --out prefill.onnx
     """
-    config = CompileConfig(
+    config = _config(
+        set_field,
+        no_marks,
         target="cpu:reference",
         phase=phase,
         batch=batch,
@@ -87,8 +94,6 @@ def _onnx(
         dtype=dtype,
         random_weights=random_weights,
         seed=seed,
-        overrides=parse_overrides(set_field or []),
-        marks=not no_marks,
     )
     from kimigraph.onnx_export import export_onnx
 
@@ -122,7 +127,9 @@ def _pt2(
       kimigraph export pt2 examples/k31_tiny --batch 2 --context 256 --out k31.pt2
       kimigraph compile k31.pt2 --target cpu:reference
     """
-    config = CompileConfig(
+    config = _config(
+        set_field,
+        no_marks,
         target="cpu:reference",
         phase=phase,
         batch=batch,
@@ -131,8 +138,6 @@ def _pt2(
         dtype=dtype,
         random_weights=random_weights,
         seed=seed,
-        overrides=parse_overrides(set_field or []),
-        marks=not no_marks,
     )
     from kimigraph.pt2_export import export_pt2
 
@@ -209,8 +214,7 @@ def _mermaid(
 
 
 def _draw(form: str, source: str, out: Path | None, zoom: Any, layer: int | None, **options: Any) -> None:
-    overrides, marks = parse_overrides(options.pop("set_field") or []), not options.pop("no_marks")
-    config = CompileConfig(**options, overrides=overrides, marks=marks)
+    config = _config(**options)
     with progress() as say:
         from kimigraph.tools.pictures import picture_text
 
