@@ -186,11 +186,4 @@ def _verified(staged: Path, onnx_model: OnnxModel, source: ModelSource, program:
             f"{error.tolerance:g} is allowed; nothing was written. -O0 exports without fusions and tells whether one "
             "of them is the cause"
         )
-    return {
-        "max_abs_err": error.absolute,
-        "max_rel_err": error.relative,
-        "tolerance": error.tolerance,
-        "passed": True,
-        "reference": "eager",
-        "outputs": len(want),
-    }
+    return error.against_eager(len(want))

@@ -88,11 +88,4 @@ def _verified(model: ModelSource, step: EagerStep) -> dict[str, Any]:
             f"the exported program differs from the eager model: '{error.tensor}' by {error.relative:.3g} relative, "
             f"{error.tolerance:g} is allowed; nothing was written"
         )
-    return {
-        "max_abs_err": error.absolute,
-        "max_rel_err": error.relative,
-        "tolerance": error.tolerance,
-        "passed": True,
-        "reference": "eager",
-        "outputs": len(want),
-    }
+    return error.against_eager(len(want))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -43,6 +44,17 @@ class Deviation:
     def passed(self) -> bool:
         """Whether every tensor is within its tolerance."""
         return self.excess <= 1
+
+    def against_eager(self, outputs: int) -> dict[str, Any]:
+        """What the document of an export says of its ``outputs``, held against the eager model's."""
+        return {
+            "max_abs_err": self.absolute,
+            "max_rel_err": self.relative,
+            "tolerance": self.tolerance,
+            "passed": self.passed,
+            "reference": "eager",
+            "outputs": outputs,
+        }
 
     def __str__(self) -> str:
         name = f"{self.tensor} differs by " if self.tensor else ""
