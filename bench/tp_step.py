@@ -6,16 +6,15 @@
 
 Weights and caches are random, drawn alike on both GPUs, and caches nearly full. Times are medians over replays of a
 CUDA graph, of two ranks the longer. ``without_communication_us`` is the program with every collective left out, and
-``by_library_us`` that with every sum by NCCL. Logits are compared with those of one GPU. In bf16 picks near the bound
-flip: ``--compare`` programs in float32, over a context of no more than the indexer's picks, have none that could.
+``by_library_us`` that with each of them by NCCL. Logits are compared with those of one GPU. In bf16 picks near the
+bound flip: ``--compare`` programs in float32, over a context of no more than the indexer's picks, have none that could.
 """
 
 import argparse
 import json
-import shutil
 import statistics
-import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from run_facts import run_facts
 from torch.profiler import ProfilerActivity, profile
 
+from kimigraph.bench.kernels import kernel_for
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.mesh import COLLECTIVES, TP_GROUP
 from kimigraph.ir.program import InputSpec
@@ -32,21 +32,6 @@ from kimigraph.runtime.executor import Executor, load_program
 from kimigraph.weights import drawn_weight
 
 REPLAYS, IN_A_ROW, KERNELS = 41, 4, 24
-SILENT = """
-class _Call:
-    def __init__(self, function):
-        self.default = function
-
-
-class _Silent:
-    all_reduce = _Call(lambda x, *rest: x)
-    wait_tensor = _Call(lambda x: x)
-    all_gather_into_tensor = _Call(lambda x, ways, name: torch.cat([x] * ways))
-
-
-"""
-"""Stands in for collectives: shapes without communication."""
-
 Step = Callable[[], Any]
 
 
@@ -99,32 +84,41 @@ def kernels_of(graph: torch.cuda.CUDAGraph, replays: int = 5) -> list[tuple[str,
     return sorted(rows, key=lambda row: -row[1])[:KERNELS]
 
 
-def collectives() -> list[dict[str, float]]:
-    """Microseconds of collectives of some sizes, twenty in a graph."""
+def collectives() -> list[dict[str, Any]]:
+    """Microseconds of collectives of some sizes, twenty in a graph: the library's, and those of programs."""
     library: Any = getattr(torch.ops, COLLECTIVES)
-    rows: list[dict[str, float]] = []
-    for elements in (8 * 2304, 64 * 2304, 64 * 81920):
-        x = torch.ones(elements, dtype=torch.bfloat16, device="cuda")
+    rows: list[dict[str, Any]] = []
+    how: dict[str, Any] = {"ways": dist.get_world_size(), "group": TP_GROUP}
 
-        def summed(x: torch.Tensor = x) -> torch.Tensor:
-            return library.wait_tensor(library.all_reduce(x, "sum", TP_GROUP))
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        return library.wait_tensor(library.all_reduce(x, "sum", TP_GROUP))
 
-        def gathered(x: torch.Tensor = x) -> torch.Tensor:
-            return library.wait_tensor(library.all_gather_into_tensor(x, dist.get_world_size(), TP_GROUP))
+    def all_gather(x: torch.Tensor) -> torch.Tensor:
+        return library.wait_tensor(library.all_gather_into_tensor(x, how["ways"], TP_GROUP))
 
-        row = {"bytes": 2.0 * elements}
-        for name, one in (("all_reduce", summed), ("all_gather", gathered)):
-            graph, _ = graph_of(lambda one=one: [one() for _ in range(20)][-1])
+    for shape in ((8, 2304), (64, 2304), (64, 3456), (8, 81920), (64, 81920)):
+        x = torch.randn(shape, device="cuda").bfloat16()
+        summed = kernel_for("rank_sum", {"addend": x}, how).launch
+        gathered = kernel_for("rank_gather", {"part": x}, {"dim": 1, **how}).launch
+        forms = {"all_reduce": all_reduce, "rank_sum": summed, "all_gather": all_gather, "rank_gather": gathered}
+        row: dict[str, Any] = {"bytes": x.nbytes}
+        for name, one in forms.items():
+            graph, _ = graph_of(lambda one=one, x=x: [one(x) for _ in range(20)][-1])
             row[name] = round(microseconds(graph, True, 11) / 20, 2)
+        whole = torch.cat(all_gather(x).chunk(how["ways"]), 1)
+        row["equal"] = torch.equal(all_reduce(x), summed(x)) and torch.equal(whole, gathered(x))
         rows.append(row)
     return rows
 
 
-def bound(directory: Path, rank: int) -> Executor:
-    """The program over random weights, of which the rank has its parts."""
+def bound(directory: Path, rank: int, nudged: bool = False) -> Executor:
+    """The program over random weights, of which the rank has its parts; ``nudged``: last bits of embeddings differ."""
     manifest = Manifest.read(directory)
     device = torch.device("cuda", torch.cuda.current_device())
     weights = {s.source: drawn_weight(s, 0, device, rank) for s in manifest.bound if s.kind == "weight"}
+    if nudged:
+        bits = weights["model.embed_tokens.weight"].view(torch.int16)
+        bits.bitwise_xor_(torch.randint_like(bits, 2))
     return Executor(directory, weights, give_up=True)
 
 
@@ -146,18 +140,23 @@ def _argument(spec: InputSpec, length: int, rank: int, device: torch.device) -> 
     return whole if spec.shared is None else spec.shared.take(whole, rank)
 
 
-def changed(directory: Path, scratch: Path, silent: bool) -> Callable[..., Any]:
-    """The step of the program without collectives, or with all its sums by NCCL."""
-    copy = scratch / ("silent" if silent else "library") / directory.name
-    shutil.copytree(directory, copy)
-    text = (copy / "program.py").read_text(encoding="utf-8")
-    text = text.replace("sums.add(", f"torch.ops.{COLLECTIVES}.all_reduce.default(")
-    if silent:
-        text = text.replace(f"torch.ops.{COLLECTIVES}.", "_Silent.").replace(
-            "@torch.no_grad()\ndef step(", f"{SILENT}@torch.no_grad()\ndef step("
-        )
-    (copy / "program.py").write_text(text, encoding="utf-8")
-    return load_program(copy).step
+def changed(directory: Path, silent: bool) -> Callable[..., Any]:
+    """The step of the program without collectives, or with all of them by NCCL."""
+    program: Any = load_program(directory)
+    for name, launch in vars(program.kernels).items():
+        if name.startswith(("rank_sum", "rank_gather")):
+            vars(program.kernels)[name] = partial(_left_out, launch) if silent else by_library(launch)
+    return program.step
+
+
+def by_library(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """The launch of a program of its own, whose ranks do not meet."""
+    launch.__globals__["meeting_place"] = lambda *_: None
+    return launch
+
+
+def _left_out(launch: Callable[..., Any], operand: torch.Tensor, memory: Any = torch) -> torch.Tensor:
+    return memory.empty(launch.__globals__["CONSTANTS"]["out"], dtype=operand.dtype, device=operand.device)
 
 
 def one_gpu(directory: Path, timed: bool) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -168,10 +167,21 @@ def one_gpu(directory: Path, timed: bool) -> tuple[torch.Tensor, dict[str, Any]]
     if timed:
         graph, _ = graph_of(lambda: executor(*given))
         row = {"one_gpu_us": microseconds(graph, False), "one_gpu_kernels": kernels_of(graph)}
+        del graph, executor, given
+        torch.cuda.empty_cache()
+        executor = bound(directory, 0, nudged=True)
+        row["nudged"] = difference(executor(*arguments(executor, 0))[0].float(), logits)
     return logits, row
 
 
-def two_gpus(directory: Path, rank: int, timed: bool, scratch: Path) -> tuple[torch.Tensor, dict[str, Any]]:
+def difference(logits: torch.Tensor, wanted: torch.Tensor) -> dict[str, float]:
+    """How far logits are off, relative to the largest, and in how many rows the largest is the same."""
+    errors = (logits - wanted).abs().amax(-1).flatten() / wanted.abs().max()
+    same = (logits.argmax(-1) == wanted.argmax(-1)).float().mean()
+    return {"relative_error": float(errors.max()), "median_row": float(errors.median()), "same_argmax": float(same)}
+
+
+def two_gpus(directory: Path, rank: int, timed: bool) -> tuple[torch.Tensor, dict[str, Any]]:
     """Logits of the program for two GPUs on this rank, and its figures."""
     executor = bound(directory, rank)
     given = arguments(executor, rank)
@@ -180,8 +190,8 @@ def two_gpus(directory: Path, rank: int, timed: bool, scratch: Path) -> tuple[to
     dist.all_gather(both, logits)
     row: dict[str, Any] = {"ranks_agree": all(torch.equal(one, both[0]) for one in both)}
     own = executor.step
-    forms = {"two_gpus_us": lambda: own, "by_library_us": lambda: changed(directory, scratch, False)}
-    forms["without_communication_us"] = lambda: changed(directory, scratch, True)
+    forms = {"two_gpus_us": lambda: own, "by_library_us": lambda: changed(directory, False)}
+    forms["without_communication_us"] = lambda: changed(directory, True)
     for name, form in forms.items() if timed else ():
         executor.step = form()
         graph, _ = graph_of(lambda: executor(*given))
@@ -191,7 +201,7 @@ def two_gpus(directory: Path, rank: int, timed: bool, scratch: Path) -> tuple[to
     return logits, row
 
 
-def compared(name: str, programs: Path, rank: int, timed: bool, scratch: Path) -> dict[str, Any]:
+def compared(name: str, programs: Path, rank: int, timed: bool) -> dict[str, Any]:
     """All figures of the two programs of that name; those of rank 0 count."""
     manifest = Manifest.read(programs / f"{name}-tp2")
     row: dict[str, Any] = {"program": name, "batch": manifest.info["batch"], "context": manifest.info["context"]}
@@ -201,12 +211,11 @@ def compared(name: str, programs: Path, rank: int, timed: bool, scratch: Path) -
         row |= facts
         torch.cuda.empty_cache()
     dist.barrier()
-    logits, facts = two_gpus(programs / f"{name}-tp2", rank, timed, scratch)
+    logits, facts = two_gpus(programs / f"{name}-tp2", rank, timed)
     row |= facts
     torch.cuda.empty_cache()
     if wanted is not None:
-        row["relative_error"] = float((logits - wanted).abs().max() / wanted.abs().max())
-        row["same_argmax"] = float((logits.argmax(-1) == wanted.argmax(-1)).float().mean())
+        row |= difference(logits, wanted)
     if rank == 0 and timed:
         row["speed_up"] = row["one_gpu_us"] / row["two_gpus_us"]
         row["exposed_share"] = 1 - row["without_communication_us"] / row["two_gpus_us"]
@@ -221,15 +230,14 @@ def main() -> None:
     parser.add_argument("--compare", nargs="*", default=[], help="pairs that are compared alone")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    rank = join(TP_GROUP, 2, "cuda")
+    rank = join({"tp": 2}, "cuda")
     document: dict[str, Any] = {**run_facts(), "collectives_us": collectives(), "rows": []}
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in (*options.compare, *options.names):
-            row = compared(name, options.programs, rank, name in options.names, Path(scratch))
-            document["rows"].append(row)
-            if rank == 0:
-                options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-                print(json.dumps({key: value for key, value in row.items() if not key.endswith("kernels")}), flush=True)
+    for name in (*options.compare, *options.names):
+        row = compared(name, options.programs, rank, name in options.names)
+        document["rows"].append(row)
+        if rank == 0:
+            options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            print(json.dumps({key: value for key, value in row.items() if not key.endswith("kernels")}), flush=True)
     leave()
 
 

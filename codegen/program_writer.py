@@ -23,14 +23,11 @@ _RESERVED = frozenset(
     (
         *("DEVICE", "HERE", "ModuleType", "Path", "SimpleNamespace", "arena", "aten", "constants", "cubins"),
         *("driver", "hashlib", "kernels", "lanes", "load", "math", "memory", "operator", "os", "ranks", "reference"),
-        *("step", "streams", "sums", "sys", "torch"),
+        *("step", "streams", "sys", "torch"),
     )
 )
-RANK_CALLS = (
-    ("torch.ops.kimigraph.own_rows.default(", "ranks.own_rows(", 'ranks = load("support/ranks.py")'),
-    ("torch.ops._c10d_functional.all_reduce.default(", "sums.add(", 'sums = load("support/sums.py").Sums()'),
-)
-"""Calls of programs for several ranks that files beside them do, with what loads these: the second on GPUs alone."""
+OWN_ROWS, OF_RANKS = "torch.ops.kimigraph.own_rows.default(", "ranks.own_rows("
+"""What a file beside a program for several ranks does."""
 _BUILT_IN = ("aten", "prims", "_c10d_functional", "kimigraph")
 _HOW_TO_RUN = """
 {phase} of {model}, {shape_key}, for {target}.
@@ -99,10 +96,9 @@ def program_text(program: CapturedProgram, kernels: KernelSet, title: ProgramTit
     arena = arena_text(program.graph_module.graph, kernels)
     loads += [*arena.load(), *kernels.imports()]
     step = [*_signature(program, names), *_body(nodes, kernels, names, streams, arena)]
-    for call, own, line in RANK_CALLS if title.device == "cuda" else RANK_CALLS[:1]:
-        if any(call in text for text in step):
-            loads.append(line)
-            step = [text.replace(call, own) for text in step]
+    if any(OWN_ROWS in text for text in step):
+        loads.append('ranks = load("support/ranks.py")')
+        step = [text.replace(OWN_ROWS, OF_RANKS) for text in step]
     functions = [_region(node, child, kernels) for node, child in regions]
     parts = [head, "\n".join(loads), *functions, "\n".join(step), _SCRIPT]
     return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"

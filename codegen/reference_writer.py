@@ -11,19 +11,20 @@ _PACKAGE = "kimigraph.ir.reference"
 
 
 def reference_text(operators: Iterable[str]) -> str:
-    """The references of ``operators`` in one module: imports first and once, then each file's definitions."""
+    """The references of ``operators`` in one module: imports first and once, then each file's definitions.
+
+    A file comes behind those that it takes names from, which its definitions may need when they are made.
+    """
     imports: dict[str, None] = {}
     bodies: list[str] = []
     owners: dict[str, str] = {}
-    pending = sorted(set(operators))
-    for op in pending:
+    for op in _with_shared(sorted(set(operators)), []):
         source = _source(op)
         kept: list[str] = []
         for statement in ast.parse(source).body:
-            shared = _shared_file(statement)
-            if shared is not None:
-                pending += [shared] if shared not in pending else []
-            elif isinstance(statement, ast.Import | ast.ImportFrom):
+            if _shared_file(statement) is not None:
+                continue
+            if isinstance(statement, ast.Import | ast.ImportFrom):
                 imports[ast.unparse(statement)] = None
             elif not _is_docstring(statement):
                 _claim(owners, statement, op)
@@ -31,6 +32,16 @@ def reference_text(operators: Iterable[str]) -> str:
         bodies.append(f"# {op}\n" + "\n\n\n".join(kept))
     header = '"""Eager fp32 references of the operators that program.py calls."""'
     return "\n\n\n".join(["\n\n".join([header, "\n".join(sorted(imports))]), *bodies]) + "\n"
+
+
+def _with_shared(files: Iterable[str], found: list[str]) -> list[str]:
+    """``found`` and the files that are not among them, each behind the files that it takes names from."""
+    for file in files:
+        if file not in found:
+            shared = [name for item in ast.parse(_source(file)).body if (name := _shared_file(item)) is not None]
+            _with_shared(shared, found)
+            found.append(file)
+    return found
 
 
 def _source(op: str) -> str:

@@ -1,5 +1,7 @@
 """The self-test of an artifact: checksums of one step on seeded tensors, computed with the operators' references."""
 
+from math import prod
+
 import torch
 
 from kimigraph.codegen.constants import folded_constants
@@ -40,16 +42,17 @@ def reference_checksums(program: CapturedProgram, seed: int) -> dict[str, list[f
     folded = folded_constants(program)
     constants = {spec.source: folded[spec.name] for spec in program.inputs if spec.kind == "constant"}
     devices = [node.meta["val"].device for node in program.placeholders.values()]
+    mesh: dict[str, int] = program.info.get("mesh", {})
     ranks = [
         [tensor.to(device) for tensor, device in zip(made, devices, strict=True)]
-        for rank in range(program.info.get("mesh", {}).get("tp", 1))
+        for rank in range(prod(mesh.values()))
         for made in [make_inputs(program.inputs, constants, seed, program.info.get("weight_seed"), rank)]
     ]
     with torch.no_grad():
-        outputs, *_ = run_ranks(program.graph_module, ranks)
+        outputs, *_ = run_ranks(program.graph_module, ranks, mesh or None)
     sums = {spec.name: checksum(spec.name, value, seed) for spec, value in zip(program.outputs, outputs, strict=True)}
     for spec, parts in zip(program.inputs, zip(*ranks, strict=True), strict=True):
         if spec.mutated:
-            whole = parts[0] if spec.shared is None else spec.shared.join(parts)
+            whole = parts[0] if spec.shared is None else spec.shared.join(parts[:: spec.share_step][: spec.shared.ways])
             sums[spec.source] = checksum(spec.source, whole, seed)
     return sums

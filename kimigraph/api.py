@@ -330,6 +330,11 @@ def optimize(
     this process cannot run.
     """
     config = config or CompileConfig()
+    if config.pp > 1:
+        raise UsageError(
+            f"pp {config.pp}: stages share out the layers of a model in a directory, and a call of one stage is no call "
+            "of the model; use kimigraph.Generator or `kimigraph compile --pp`"
+        )
     compiler = _Compiler(model, config)
     return Compiled(compiler, config.max_shapes, compiler.graphs).compile(example_inputs)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from kimigraph.capture import ModelSource, capture, load_source
 from kimigraph.capture.halves import capture_half
+from kimigraph.capture.stretches import STRETCH, stretch_of
 from kimigraph.codegen import build_artifact
 from kimigraph.halving import Halving
 from kimigraph.ir.cache_formats import cache_bill, experts_bill
@@ -24,6 +25,7 @@ from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.remarks import PassResult
 from kimigraph.ir.report import CompileReport
 from kimigraph.ir.schedule import summarize
+from kimigraph.ir.stages import directory_of
 from kimigraph.keys import front_components, graph_components
 from kimigraph.outputs import check_replaceable, staged_directory
 from kimigraph.passes import (
@@ -36,9 +38,12 @@ from kimigraph.passes import (
     fusion_summary,
     run_pipeline,
 )
+from kimigraph.passes.fusions import require_fused
 from kimigraph.passes.instruments.dump import DumpDirectory
 from kimigraph.passes.manager import PassRecord
 from kimigraph.passes.sharding.plan import require_divisible
+from kimigraph.passes.sharding.sequence import holds_tokens, shared_tokens
+from kimigraph.passes.share_tokens import ShareTokens
 from kimigraph.report import REPORT_NAME
 from kimigraph.runtime.cache import ARTIFACT, DUMPS, Entry, Lookup, digest
 from kimigraph.session import Notify, Session, new_session, pass_context
@@ -65,20 +70,37 @@ def compile_source(
 ) -> list[CompileReport]:
     """Compile ``source`` once per configuration; each artifact lands in its own directory, whole or not at all.
 
-    ``out`` is the directory of one artifact, or the one that several go below by shape (``below`` says so for one of
+    A pipeline has an artifact for each of its stages, in directories of their own below that. ``out`` is the directory
+    of one artifact, or the one that several go below by shape (``below`` says so for one of
     several); None: a directory named after source and shape in the working directory. What was there before stays until
     the new artifact is complete and, with ``verify``, verified: a program that fails verification is neither written
     nor kept in the cache. Raises KimigraphError with one paragraph for people.
     """
     reports: list[CompileReport] = []
     for config in configs:
-        with new_session(config, notify) as session:
-            model = load_source(source, config)
-            directory = out or Path(f"{model.name}-{model.shape_key}")
-            if out is not None and (len(configs) > 1 if below is None else below):
-                directory = out / model.shape_key
-            reports.append(_compile_one(source, model, directory, session))
+        stages: list[CompileReport] = []
+        for number in range(config.pp):
+            with new_session(_of_stage(config, number), notify) as session:
+                model = load_source(source, config)
+                directory = out or Path(f"{model.name}-{model.shape_key}")
+                if out is not None and (len(configs) > 1 if below is None else below):
+                    directory = out / model.shape_key
+                if config.pp > 1:
+                    notify(f"stage {number} of {config.pp}")
+                    directory = directory / directory_of(number)
+                stages.append(_compile_one(source, model, directory, session))
+        if config.pp > 1:
+            require_fused(stages, config.required_fusions)
+        reports += stages
     return reports
+
+
+def _of_stage(config: CompileConfig, stage: int) -> CompileConfig:
+    """What is asked of one stage: a fusion that is required fires in one of them, not in each."""
+    if config.pp == 1:
+        return config
+    dumps = None if config.dump_passes is None else str(Path(config.dump_passes) / directory_of(stage))
+    return replace(config, stage=stage, required_fusions=(), dump_passes=dumps)
 
 
 def compile_model(
@@ -93,6 +115,10 @@ def _compile_one(source: str, model: ModelSource, directory: Path, session: Sess
     check_replaceable(directory)
     config = session.config
     require_divisible(model.document, config.tp)
+    if config.cache_layout == "model":
+        for item in model.inputs:
+            if item.hint.descriptor and holds_tokens(item.hint.descriptor):
+                shared_tokens(item.shape, config.sp, False, item.name)  # refused before any work
     if config.dump_passes:
         DumpDirectory(Path(config.dump_passes))  # refused before any work, not after
     asked = front_components(model.key, config, session.pipeline, session.target, model.shape_key)
@@ -123,9 +149,16 @@ def _compile_one(source: str, model: ModelSource, directory: Path, session: Sess
 
 
 def _captured(model: ModelSource, session: Session) -> CapturedProgram:
+    """The step as it is captured, or that of one stretch of its tokens where ranks take one each."""
     session.notify(f"capturing {model.name}")
+    share = next((item for item in session.pipeline if isinstance(item, ShareTokens)), None)
+    stretch = None if share is None else stretch_of(model, session.config, share.least_tokens)
     with session.timing.stage("capture"):
-        return capture(model, session.config, weights=session.config.verify)
+        if stretch is None:
+            return capture(model, session.config, weights=session.config.verify)
+        captured = capture(stretch, session.config, weights=False)
+    captured.info[STRETCH] = model.shape.tokens // session.config.sp if model.shape is not None else 0
+    return captured
 
 
 Finished = Entry | str

@@ -1,7 +1,6 @@
 """``kimigraph.Generator``: a directory with a model to tokens, prompt by prompt or many at a time."""
 
 import copy
-import json
 import shutil
 import tempfile
 import weakref
@@ -17,14 +16,13 @@ from torch import Tensor
 
 from kimigraph.adapters.transformers_tokenizer import Tokenizer, load_tokenizer
 from kimigraph.capture import ModelSource, load_source
-from kimigraph.capture.source import read_config
+from kimigraph.capture.source import StepPart, stop_ids, vocabulary_size
 from kimigraph.compiler import compile_model
 from kimigraph.ir.config import CompileConfig, Phase
-from kimigraph.ir.descriptors import IndexKeyDescriptor, LatentDescriptor, parse_descriptor
 from kimigraph.ir.errors import UsageError
 from kimigraph.ir.manifest import Manifest
 from kimigraph.ir.report import CompileReport
-from kimigraph.passes.sharding.plan import require_divisible, share_of
+from kimigraph.passes.sharding.plan import require_divisible
 from kimigraph.replay_program import new_replay_log
 from kimigraph.run import seeded
 from kimigraph.runtime.executor import Executor, device_of
@@ -39,12 +37,28 @@ from kimigraph.runtime.generation import (
     Sampling,
     SlotCaches,
     Slots,
+    Step,
     TextStream,
 )
+from kimigraph.runtime.generation.sampling import choose
+from kimigraph.runtime.generation.stage_step import PipelinedStep, pipelined_step
 from kimigraph.runtime.graphs import graph_mode
 from kimigraph.runtime.parallel import first_then_others, join_ranks
+from kimigraph.runtime.parallel.stage_links import GroupLinks
+from kimigraph.runtime.parallel.stages import chosen_by_last, require_agreement, stage_number
 from kimigraph.runtime.prepared import PreparedWeights
-from kimigraph.runtime.speculation import Draft, ModelDraft, NgramDraft, ReplayLog, Speculation, StateShape, Verify
+from kimigraph.runtime.speculation import (
+    Draft,
+    HeadDraft,
+    HeadSteps,
+    ModelDraft,
+    NgramDraft,
+    ReplayLog,
+    Speculation,
+    StateShape,
+    Verify,
+)
+from kimigraph.sequence_caches import OWN_HEAD, cache_rows, of_stage, paged_caches, state_shape, with_draft_head
 from kimigraph.session import resolve_target
 from kimigraph.state_logs import log_length, log_rows
 from kimigraph.weights import Watch, drawn_weight, layout_of, read_weights, unwatched
@@ -60,13 +74,18 @@ Prompt = str | Sequence[int]
 class StepPrograms:
     """The compiled steps of one model: made when first asked for, over one set of weights.
 
-    ``reports`` has one compile report for each (batch, tokens); ``verifying`` are those of steps that verify drafts.
+    ``reports`` has one compile report for each (batch, tokens); ``verifying`` are those of steps that verify drafts,
+    ``head`` those of the layer that makes some from hidden states, which ``part`` has the steps give.
     """
 
+    part: StepPart = "step"
+
     def __init__(self, source: str, config: CompileConfig, notify: Callable[[str], None], watch: Watch) -> None:
-        self.source, self.config = source, replace(config, report=False, verify=False)
         self.target = resolve_target(config.target)
-        self.rank = join_ranks(config.tp, self.target)
+        self.rank = join_ranks(config.mesh, self.target)
+        stage = stage_number(config.pp)
+        self.source, self.config = source, replace(config, report=False, verify=False, stage=stage)
+        self._links = GroupLinks() if config.pp > 1 else None
         self.reports: dict[tuple[int, int], CompileReport] = {}
         self._notify, self._watch = notify, watch
         self._graphs = graph_mode(self.target, config.max_graphs, reuse_outputs=True) if config.cuda_graph else None
@@ -74,6 +93,7 @@ class StepPrograms:
         self._prepared = PreparedWeights(self._weights)
         self._executors: dict[tuple[int, int], Executor] = {}
         self._steps: dict[tuple[int, ...], BoundStep] = {}
+        self._pipelined: dict[tuple[int, ...], PipelinedStep] = {}
         self._phase: Phase | None = None
         self._scratch = Path(tempfile.mkdtemp(prefix="kimigraph-generate-"))
         weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
@@ -91,15 +111,38 @@ class StepPrograms:
     @cached_property
     def verifying(self) -> "StepPrograms":
         """The steps that verify drafts, over the same weights."""
+        return self._beside("verify", _phase="verify")
+
+    @cached_property
+    def head(self) -> "StepPrograms":
+        """The steps of the layer that guesses further tokens, over the same weights."""
+        return self._beside("head", part="draft_head")
+
+    def _beside(self, name: str, **changes: Any) -> "StepPrograms":
         other = copy.copy(self)
-        scratch = self._scratch / "verify"
+        scratch = self._scratch / name
         scratch.mkdir()
-        vars(other).update(reports={}, _executors={}, _steps={}, _phase="verify", _scratch=scratch)
+        for cached in ("verifying", "head"):
+            vars(other).pop(cached, None)
+        vars(other).update(reports={}, _executors={}, _steps={}, _scratch=scratch, **changes)
         return other
+
+    def settle(self, **changes: Any) -> None:
+        """Change the configuration of these steps and of those beside them."""
+        self.config = replace(self.config, **changes)
+        for other in self._others():
+            other.settle(**changes)
+
+    def _others(self) -> list["StepPrograms"]:
+        return [vars(self)[name] for name in ("verifying", "head") if name in vars(self)]
+
+    def all_reports(self) -> list[CompileReport]:
+        """Those of all programs so far, in whatever form."""
+        return [*self.reports.values(), *(report for other in self._others() for report in other.all_reports())]
 
     def verify(self, batch: int, tokens: int, caches: Mapping[str, Tensor]) -> Verify:
         """The step of ``batch`` rows by ``tokens`` tokens that writes no recurrent state: logits [B, S, V] of all."""
-        return self.verifying.step(batch, tokens, caches).all_logits
+        return self.verifying.bound(batch, tokens, caches).all_logits
 
     def replay_log(self, shape: StateShape, rows: int, tokens: int) -> ReplayLog:
         """Recurrent states of ``rows`` sequences, and a log of ``tokens`` tokens each, folded by a compiled program."""
@@ -107,7 +150,7 @@ class StepPrograms:
 
     def model(self, batch: int, tokens: int) -> ModelSource:
         """The source of the step of ``batch`` rows by ``tokens`` tokens."""
-        return load_source(self.source, self.shaped(batch, tokens), rows=True)
+        return load_source(self.source, self.shaped(batch, tokens), rows=True, part=self.part)
 
     def shaped(self, batch: int, tokens: int) -> CompileConfig:
         """The configuration of that step."""
@@ -115,10 +158,19 @@ class StepPrograms:
         length = self.config.state_log if phase == "decode" else 1
         return replace(self.config, phase=phase, batch=batch, tokens=tokens, state_log=length)
 
-    def step(self, batch: int, tokens: int, caches: Mapping[str, Tensor]) -> BoundStep:
+    def step(self, batch: int, tokens: int, caches: Mapping[str, Tensor]) -> Step:
         """The step over ``caches``, which are those of an earlier call with the same shape or lie elsewhere."""
-        tensors = list(caches.values())  # of paged caches the first is one for all steps, and the last their own table
-        place = (batch, tokens, tensors[0].data_ptr(), tensors[-1].data_ptr())
+        if self._links is None:
+            return self.bound(batch, tokens, caches)
+        place = _place(batch, tokens, caches)
+        if place not in self._pipelined:
+            parts = self.config.micro_batches if tokens == 1 else 1
+            self._pipelined[place] = pipelined_step(self.executor, batch, tokens, caches, self._links, parts)
+        return self._pipelined[place]
+
+    def bound(self, batch: int, tokens: int, caches: Mapping[str, Tensor]) -> BoundStep:
+        """The same as one program of all layers."""
+        place = _place(batch, tokens, caches)
         if place not in self._steps:
             self._steps[place] = BoundStep(self.executor(batch, tokens), caches)
         return self._steps[place]
@@ -148,7 +200,11 @@ class StepPrograms:
             report = compile_model(self.source, model, cached, directory, self._notify)
             return report, Manifest.read(directory)
 
-        return first_then_others(config.tp, self.rank, compiled, lambda made: made[1].identity())
+        mode = ", in graph mode" if config.cuda_graph else ""  # ranks capture the same steps, or none does
+        made = first_then_others(config.mesh.ways, self.rank, compiled, lambda made: made[1].identity() + mode)
+        if config.pp > 1:
+            require_agreement(made[1])
+        return made
 
     def _bring(self, manifest: Manifest, model: ModelSource) -> None:
         """Put the tensors that the program binds, and no earlier one did, on its device."""
@@ -176,35 +232,10 @@ class StepPrograms:
                 self._weights[spec.source] = state[model.hints.prefix + spec.source].to(self.device)
 
 
-def cache_rows(model: ModelSource, ways: int = 1) -> dict[str, Row]:
-    """What one sequence has of each cache of ``model``, on each of ``ways`` ranks."""
-    rows: dict[str, Row] = {}
-    for item in model.inputs:
-        if item.hint.kind == "cache":
-            share = share_of(item.name, item.shape, ways)
-            rows[item.name] = Row((item.shape if share is None else share.local(item.shape))[1:], item.dtype)
-    return rows
-
-
-def state_shape(model: ModelSource, asked: bool = True) -> StateShape | None:
-    """The recurrent states of ``model``; None where it has none, or, unless ``asked`` for, none of one shape."""
-    caches = {item.name: (item.hint.descriptor, item.dtype) for item in model.inputs if item.hint.descriptor}
-    try:
-        return StateShape.of(caches)
-    except UsageError:
-        if asked:
-            raise
-        return None
-
-
-def paged_caches(model: ModelSource, page_size: int) -> dict[str, LatentDescriptor | IndexKeyDescriptor]:
-    """The caches of ``model`` that can lie in pages, as they are then described."""
-    found: dict[str, LatentDescriptor | IndexKeyDescriptor] = {}
-    for item in model.inputs:
-        form = parse_descriptor(item.hint.descriptor) if item.hint.descriptor else None
-        if isinstance(form, LatentDescriptor | IndexKeyDescriptor):
-            found[item.name] = replace(form, layout="paged", page_size=page_size)
-    return found
+def _place(batch: int, tokens: int, caches: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """What tells one step from another: of paged caches the first is one for all, and the last their own table."""
+    tensors = list(caches.values())
+    return batch, tokens, tensors[0].data_ptr(), tensors[-1].data_ptr()
 
 
 class Generator:
@@ -215,7 +246,7 @@ class Generator:
     ``batches`` (default: powers of two up to ``max_batch``). Prompts are read in pieces of the sizes ``chunks``.
     With ``cache_layout`` paged, latents and index keys lie in ``pages`` pages that all sequences share (default: what
     ``max_batch`` sequences of full length and the one being read take); ``debug`` fills free pages with NaN.
-    ``draft`` (``ngram``, the directory of a smaller model of the same vocabulary, or an object) guesses up to
+    ``draft`` (``ngram``, ``mtp``, the directory of a smaller model of the same vocabulary, or an object) guesses up to
     ``draft_tokens`` tokens a step, which are verified together; see ``docs/speculation.md``. Without one, recurrent
     states are written with every ``state_log``-th token (None: as the cost model says).
     Programs come from the compile cache, or are compiled when they are first needed; ``notify`` is told what goes on,
@@ -242,22 +273,32 @@ class Generator:
     ) -> None:
         if max_batch < 1 or any(size < 1 for size in chunks):
             raise UsageError(f"max_batch {max_batch} and chunks {tuple(chunks)} must be at least 1")
+        if draft is not None and draft_tokens < 1:
+            raise UsageError(f"draft_tokens is {draft_tokens}: give at least 1")
         self.programs = StepPrograms(str(source), config or CompileConfig(), notify, watch)
+        own_head = draft is not None and str(draft) == OWN_HEAD
+        if own_head:
+            self.programs.part = "step_with_hidden"
         model = self.programs.model(1, 1)
         assert model.shape is not None
         self.context = model.shape.context
         require_divisible(model.document, self.programs.config.tp)
-        self.vocabulary = _vocabulary(model.document)
+        self.vocabulary = vocabulary_size(model.document)
         shape, log = state_shape(model, asked=draft is not None or state_log is not None), None
         length = log_length(state_log, shape, max_batch, self.programs.config, self.programs.target, draft is not None)
-        self.programs.config = replace(self.programs.config, state_log=length)
+        self.programs.settle(state_log=length)
         if shape is not None and draft is not None:
-            log = self.programs.replay_log(shape, max_batch, 1 + draft_tokens)
+            log = self.programs.replay_log(shape.of_rank(self.programs.config.tp), max_batch, 1 + draft_tokens)
         logged = {} if shape is None else log_rows(shape, length)
+        if draft is not None:
+            self.programs.verifying.model(max_batch, 1 + draft_tokens)  # which has the reason where there is none
+        if own_head:
+            model = with_draft_head(model, self.programs.head.model(1, 1), 1 + draft_tokens)
         slots = self._slots(model, max_batch, debug, {} if log is None else log.states, logged)
+        stages = self.programs.config.pp
         self.speculation: Speculation | None = None
         if draft is not None:
-            chosen = self._draft(draft, max_batch, draft_tokens, notify) if isinstance(draft, str | Path) else draft
+            chosen = self._draft(draft, slots, draft_tokens, notify) if isinstance(draft, str | Path) else draft
             self.speculation = Speculation(self.programs, chosen, draft_tokens, log)
         self.engine = Engine(
             self.programs,
@@ -267,25 +308,33 @@ class Generator:
             chunks=chunks,
             max_waiting=max_waiting,
             speculation=self.speculation,
+            choose=choose if stages == 1 else chosen_by_last(choose, stages, self.programs.device),
         )
         self.tokenizer: Tokenizer | None = load_tokenizer(Path(source))
-        self.stop_ids = _stop_ids(Path(source), self.tokenizer)
+        self.stop_ids = stop_ids(Path(source), None if self.tokenizer is None else self.tokenizer.end)
 
-    def _draft(self, draft: str | Path, rows: int, tokens: int, notify: Callable[[str], None]) -> Draft:
+    def _draft(self, draft: str | Path, slots: Slots, tokens: int, notify: Callable[[str], None]) -> Draft:
         """The draft of that name; UsageError for a model of another vocabulary."""
+        rows = slots.slots
         if str(draft) == "ngram":
             return NgramDraft()
+        if str(draft) == OWN_HEAD:
+            own, head = self.programs, self.programs.head
+            steps = HeadSteps(own.bound, own.verifying.bound, head.bound, head.verifying.bound)
+            return HeadDraft(steps, slots, tokens, self.context)
         config = replace(self.programs.config, context=self.context, cache_layout="model", overrides=())
         programs = StepPrograms(str(draft), config, notify, unwatched)
         model = programs.model(1, 1)
-        if _vocabulary(model.document) != self.vocabulary:
+        if vocabulary_size(model.document) != self.vocabulary:
             raise UsageError(
-                f"the draft {draft} has {_vocabulary(model.document)} tokens, {self.programs.source} has "
+                f"the draft {draft} has {vocabulary_size(model.document)} tokens, {self.programs.source} has "
                 f"{self.vocabulary}: drafts need a model of the same vocabulary, or --draft ngram"
             )
+        require_divisible(model.document, config.tp)
         shape = state_shape(model)
-        log = None if shape is None else programs.replay_log(shape, rows, 1 + tokens)
-        slots = SlotCaches(cache_rows(model), rows, programs.device, {} if log is None else log.states)
+        programs.verifying.model(rows, 1 + tokens)
+        log = None if shape is None else programs.replay_log(shape.of_rank(config.tp), rows, 1 + tokens)
+        slots = SlotCaches(cache_rows(model, config.tp), rows, programs.device, {} if log is None else log.states)
         return ModelDraft(programs, slots, log, 1 + tokens, self.context)
 
     def _slots(
@@ -297,13 +346,15 @@ class Generator:
         logged: Mapping[str, Row],
     ) -> Slots:
         config, device = self.programs.config, self.programs.device
-        rows = cache_rows(model, config.tp) | dict(logged)
+        rows = cache_rows(model, config.tp, 1 if config.cache_layout == "paged" else config.sp)
+        rows = (rows if config.pp == 1 else of_stage(rows, config)) | dict(logged)
         paged = paged_caches(model, config.page_size) if config.cache_layout == "paged" else {}
+        paged = {name: form for name, form in paged.items() if name in rows}
         if not paged:
             return SlotCaches(rows, max_batch, device, given)
-        pages = config.pages or (max_batch + 1) * -(-self.context // config.page_size)
-        self.programs.config = replace(config, pages=pages)
-        pool = Pool(paged, pages, self.context, debug)
+        pages = config.pages or (max_batch + 1) * -(-self.context // config.page_tokens)
+        self.programs.settle(pages=pages)
+        pool = Pool(paged, pages, self.context, debug, config.sp)
         unpaged = {name: row for name, row in rows.items() if name not in paged}
         return PagedSlots(unpaged, pool, max_batch, device, given)
 
@@ -399,6 +450,8 @@ class Generator:
         sizes = self.engine.chunks if lengths is None else {x for n in lengths for x in self.engine.pieces(n)}
         for size in sorted(sizes):
             self.programs.step(1, size, self.engine.slots.staging)
+            if self.speculation is not None:
+                self.speculation.prepare_reading(size)
 
 
 def _one_each(sampling: Sampling | Sequence[Sampling], count: int) -> list[Sampling]:
@@ -407,22 +460,3 @@ def _one_each(sampling: Sampling | Sequence[Sampling], count: int) -> list[Sampl
     if len(sampling) != count:
         raise UsageError(f"{len(sampling)} samplings for {count} prompts: give one for all, or one for each")
     return list(sampling)
-
-
-def _vocabulary(document: dict[str, Any]) -> int:
-    return int(document["vocab_size"] if "vocab_size" in document else document["text_config"]["vocab_size"])
-
-
-def _stop_ids(directory: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The tokens that end a text: of ``generation_config.json``, else of the configuration, and the tokenizer's."""
-    documents: list[dict[str, Any]] = []
-    path = directory / "generation_config.json"
-    if path.is_file():
-        documents.append(json.loads(path.read_text(encoding="utf-8")))
-    document = read_config(directory)
-    documents += [document, document.get("text_config", {})]
-    found = next((item["eos_token_id"] for item in documents if item.get("eos_token_id") is not None), [])
-    ids = set(found if isinstance(found, list) else [found])
-    if tokenizer is not None and tokenizer.end is not None:
-        ids.add(tokenizer.end)
-    return tuple(sorted(ids))

@@ -69,13 +69,14 @@ class Halving:
     def _hindrance(self, program: CapturedProgram) -> str:
         """Why this step cannot be one of two halves; empty when it can."""
         config = self.config
-        if config.tp > 1:
-            return "half-batches are for one rank"
+        if config.mesh.size > 1 and (config.half_batches != "on" or config.pp > 1 or config.sp > 1):
+            return "half-batches are for one rank, and where they are asked for, for ranks that share out heads (tp)"
         rows = {spec.shape[0] if spec.shape else 0 for spec in program.inputs if not spec.bound}
         if self.capture is None or PASS not in self.pipeline.names:
             return f"no step of half the batch is at hand, or {PASS} is not in the pipeline"
-        if config.phase != "decode" or config.cache_layout != "model":
-            return "half-batches are for decode over caches as the model has them"
+        phases = ("decode",) if config.tp == 1 else ("decode", "prefill")
+        if config.phase not in phases or config.cache_layout != "model":
+            return "half-batches are for decode, on several ranks also for prefill, over caches as the model has them"
         if config.state_log > 1:
             return "states are logged (state_log), which halves of a batch cannot"
         if config.check_numerics:

@@ -80,7 +80,7 @@ def run_artifact(
     """
     manifest = read_manifest(directory)
     require_runnable(manifest.target)
-    rank = join_ranks(manifest.ways, manifest.target)
+    rank = join_ranks(manifest.mesh, manifest.target)
     graphs = graph_mode(manifest.target) if cuda_graph else None
     bound = {} if weights is None else program_weights(manifest, weights, watch, rank)
     for spec in manifest.bound:
@@ -114,7 +114,7 @@ def _starting(spec: InputSpec, given: dict[str, torch.Tensor], manifest: Manifes
     """The tensor that an input starts as: the rank's part of the given one, or the seeded one."""
     if spec.source not in given:
         return seeded(spec, manifest, rank)
-    return given[spec.source] if spec.shared is None else spec.shared.take(given[spec.source], rank)
+    return spec.taken(given[spec.source], rank)
 
 
 def _read_inputs(path: Path, executor: Executor) -> dict[str, torch.Tensor]:

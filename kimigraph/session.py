@@ -16,13 +16,14 @@ from kimigraph.codegen.launch_memory import describe_memory
 from kimigraph.ir.config import ONNXRUNTIME, CompileConfig
 from kimigraph.ir.device import device_for
 from kimigraph.ir.errors import UsageError
-from kimigraph.ir.mesh import DeviceMesh
 from kimigraph.ir.policy import policy_of
 from kimigraph.passes import DumpPasses, Instrument, PassContext, Pipeline, default_pipeline
 from kimigraph.runtime.cache import MODES, CompileCache
 from kimigraph.runtime.executor import require_runnable
 
 Notify = Callable[[str], None]
+SHARING = {"tp": "shard", "sp": "prune-index-exchange", "pp": "split-stages"}
+"""The pass that makes a program for several ranks of each dim of a mesh."""
 
 
 @dataclass
@@ -150,21 +151,31 @@ def _check_phase(config: CompileConfig, pipeline: Pipeline) -> None:
 
 def _check_ranks(config: CompileConfig, pipeline: Pipeline, target: str) -> None:
     """What several ranks cannot have yet, or never; ``DeviceMesh`` refuses sizes that are none."""
-    if DeviceMesh(tp=config.tp).size == 1:
-        return
-    if "shard" not in pipeline.names:
+    if config.micro_batches > 1 and config.pp == 1:
         raise UsageError(
-            f"tp {config.tp} needs the pass shard, and the pipeline '{pipeline}' lacks it: let it run (-O1 and up)"
+            f"micro_batches {config.micro_batches}: parts of a step follow one another through stages (pp)"
         )
+    if config.mesh.size == 1:
+        return
+    sizes = {name: size for name, size in config.mesh.sizes.items() if size > 1}
+    for name, size in sizes.items():
+        if SHARING[name] not in pipeline.names:
+            raise UsageError(
+                f"{name} {size} needs the pass {SHARING[name]}, and the pipeline '{pipeline}' lacks it: let it run "
+                "(-O1 and up)"
+            )
+    if not 0 <= config.stage < config.pp:
+        raise UsageError(f"stage {config.stage} of pp {config.pp}: stages go from 0 to {config.pp - 1}")
+    told = " ".join(f"{name} {size}" for name, size in sizes.items())
     for wrong, what in (
         (target == ONNXRUNTIME, f"target {target!r}"),
-        (config.phase == "verify", "phase verify (drafts)"),
+        (config.phase == "verify" and config.sp * config.pp > 1, "phase verify (drafts)"),
         (config.state_log > 1, f"state_log {config.state_log}"),
-        (config.verify, "--verify: compare `generate --tp` with one rank, or verify the model on one"),
+        (config.verify, "--verify: compare what `generate` gives with one rank's, or verify the model on one"),
         (config.check_numerics, "--check-numerics"),
     ):
         if wrong:
-            raise UsageError(f"tp {config.tp} with {what} is not possible: leave out one of them")
+            raise UsageError(f"{told} with {what} is not possible: leave out one of them")
 
 
 def pass_context(config: CompileConfig) -> PassContext:

@@ -27,7 +27,7 @@ def log_length(
 
     UsageError for less than 1, and for logs beside drafts or on several ranks.
     """
-    hindrance = "with drafts" if drafts else "on several ranks" if config.tp > 1 else ""
+    hindrance = "with drafts" if drafts else "on several ranks" if config.mesh.size > 1 else ""
     if asked is not None:
         if asked < 1:
             raise UsageError(f"state_log is {asked}: give 1 (states are written with every token) or more")

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from torch.fx import Graph, Node
 
+from kimigraph.ir.collectives import collectives
 from kimigraph.ir.dependences import Dependence, starts_work, work_dependences
 from kimigraph.ir.halves import halves_of
 from kimigraph.ir.program import CapturedProgram
@@ -81,13 +82,13 @@ class AssignStreams(Pass):
             return PassResult(False, (*halves, self._note(f"one stream: {hindrance}")))
         dependences = work_dependences(graph)
         serial = sum(duration_of(node, context.device).seconds for node in dependences)
-        whole = self.whole or halves_of(program) is not None
+        whole = self.whole or _side_by_side(program)
         forks, remarks = self._forks(dependences, context, count, force, whole)
         if not forks:
             return PassResult(
                 False, (*remarks, *halves, self._note(_why_serial(remarks))), {PLANNED: round(serial * 1e9)}
             )
-        _apply(graph, forks, dependences, by_time=halves_of(program) is not None)
+        _apply(graph, forks, dependences, by_time=_side_by_side(program))
         program.graph_module.recompile()
         events = {name for node in graph.nodes for name in waits_of(node)}
         aside = sum(len(placement.aside) for _, placement in forks)
@@ -111,7 +112,7 @@ class AssignStreams(Pass):
         if context.device.units < 2:
             return f"{context.device.name} runs one kernel at a time"
         tokens = tokens_of(program)
-        if tokens > self.tokens and halves_of(program) is None:
+        if tokens > self.tokens and not _side_by_side(program):
             return f"kernels for {tokens} tokens fill the device; forks pay up to {self.tokens} (option tokens)"
         return ""
 
@@ -165,6 +166,11 @@ class AssignStreams(Pass):
 
     def _note(self, message: str) -> Remark:
         return Remark("note", self.name, message)
+
+
+def _side_by_side(program: CapturedProgram) -> bool:
+    """Whether two halves of a batch are to run beside one another; those that communicate take turns instead."""
+    return halves_of(program) is not None and not collectives(program.graph_module.graph)
 
 
 def tokens_of(program: CapturedProgram) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import RequiredFusionError
 from kimigraph.ir.remarks import Remark
+from kimigraph.ir.report import CompileReport
 from kimigraph.passes.manager import PassRecord
 from kimigraph.passes.pipeline import default_pipeline
 
@@ -47,6 +48,14 @@ def check_required_fusions(records: Sequence[PassRecord], config: CompileConfig)
     ]
     if failures:
         raise RequiredFusionError("required fusion did not fire. " + " ".join(failures))
+
+
+def require_fused(reports: Sequence[CompileReport], names: Sequence[str]) -> None:
+    """Raise RequiredFusionError for each fusion of ``names`` that fired in none of the stages of a pipeline."""
+    fired = {item["rule"] for report in reports for item in report.fusions if item["count"]}
+    lacking = [name for name in names if name not in fired]
+    if lacking:
+        raise RequiredFusionError(f"required fusion did not fire in any stage: {', '.join(lacking)}")
 
 
 def _describe_miss(miss: Remark | None) -> str:

@@ -1,8 +1,8 @@
 """``log-states``: a step that verifies drafts leaves the recurrent states as they are and logs what would change them.
 
-Of a prefill of a few tokens a sequence, convolution, delta rule and gated norm of a KDA layer become one
-``kda_verify``, and the writes of the layer's two states go. Its records are inputs that the step fills; ``kda_replay``
-folds those of the accepted tokens into the states, when it is known how many were accepted.
+Of a prefill of a few tokens a sequence, convolution (marked, or as transformers spells it), delta rule and gated norm
+of a KDA layer become one ``kda_verify``, and the writes of the layer's two states go. Its records are inputs that the
+step fills; ``kda_replay`` folds those of the accepted tokens into the states, when it is known how many were accepted.
 """
 
 import dataclasses
@@ -21,10 +21,11 @@ from kimigraph.ir.provenance import source_line
 from kimigraph.ir.remarks import PassResult, Remark
 from kimigraph.ir.schemas import bind
 from kimigraph.passes.algebra.added_inputs import add_input
-from kimigraph.passes.algebra.frames import Frame, Occurrence, operand, require_layout
+from kimigraph.passes.algebra.convolution import Convolution, convolution_over
+from kimigraph.passes.algebra.frames import Frame, Occurrence, Operand, operand, require_layout
 from kimigraph.passes.algebra.gated_norm import Neighbours, neighbours_of, returned_as
 from kimigraph.passes.algebra.layout import peel
-from kimigraph.passes.algebra.nodes import described, dtype, shape
+from kimigraph.passes.algebra.nodes import described, dtype, packet, shape
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import build, call, replace
 from kimigraph.passes.algebra.rule import require_unwritten
@@ -36,11 +37,13 @@ PHASE = "verify"
 
 @dataclass(frozen=True)
 class Layer:
-    """A checked layer: its two calls with their arguments, the writes of both states, norm and gate, the last node."""
+    """A checked layer: the delta rule with its arguments, the convolution and the node that it is known by, the writes
+    of both states, norm and gate, the last node."""
 
     rule: Node
     arguments: dict[str, Any]
-    convolution: Node
+    convolution: Convolution
+    mixing: Node
     writes: tuple[Node, Node]
     neighbours: Neighbours
     out: Node
@@ -57,10 +60,12 @@ class LogStates(Pass):
     name: ClassVar[str] = "log-states"
     summary: ClassVar[str] = "a step that verifies drafts logs what it would do to recurrent states"
     changes_formats: ClassVar[bool] = True
-    pattern: ClassVar[str] = "`short_conv` and `kda_prefill` of one layer, with the writes of both states"
+    pattern: ClassVar[str] = (
+        "`kda_prefill` behind a `short_conv`, or a padded convolution, of one layer, with the writes of both states"
+    )
     constraints: ClassVar[tuple[str, ...]] = (
         "the phase is `verify`",
-        "q, k and v are channels of one `short_conv` with SiLU",
+        "q, k and v are channels of one depthwise convolution with SiLU",
         "gate and strength lie inside `kda_prefill`, whose q and k are L2-normalised",
         "both states are inputs, read in this layer only and replaced once",
     )
@@ -82,7 +87,7 @@ class LogStates(Pass):
         return PassResult(bool(layers), tuple(remarks), {"logged": len(layers)})
 
     def _passed(self, node: Node, layer: Layer) -> Remark:
-        replaced = (layer.convolution.name, layer.rule.name)
+        replaced = (layer.mixing.name, layer.rule.name)
         told = f"{', '.join(replaced)} became {node.name}, which writes no state"
         return Remark("passed", self.name, told, node.name, source_line(node), nodes=(*replaced, node.name), via="mark")
 
@@ -107,36 +112,67 @@ def _layer(graph: Graph, rule: Node) -> Layer:
     if given["a_log"] is None or not given["l2_norm"] or given["cu_seqlens"] is not None:
         raise Refused("its gate and norms are computed before it, or its sequences are packed", rule)
     sizes = dict(zip("bshk", shape(given["q"]), strict=True)) | {"v": shape(given["v"])[-1]}
-    convolution = _convolution(given, sizes)
+    convolution, mixing = _convolution(graph, given, sizes)
     read_out, final = _result(rule, 0), _result(rule, 1)
-    writes = (
-        _write(given["initial_state"], final, rule),
-        _write(convolution.args[2], _result(convolution, 1), convolution),
-    )
+    writes = (_write(given["initial_state"], final, rule), convolution.write)
     neighbours = neighbours_of(read_out, sizes)
-    out = returned_as(neighbours.out if neighbours.path else read_out, dtype(bind(convolution)["x"]))
+    out = returned_as(neighbours.out if neighbours.path else read_out, dtype(convolution.x.node))
     for what in (neighbours.out_gate, neighbours.norm_weight):
         if what is not None:
             require_unwritten(graph, "what follows the read-out", what, out)
-    return Layer(rule, given, convolution, writes, neighbours, out, sizes)
+    return Layer(rule, given, convolution, mixing, writes, neighbours, out, sizes)
 
 
-def _convolution(given: dict[str, Any], sizes: dict[str, int]) -> Node:
-    """The convolution that q, k and v are channels of, in this order, heads major."""
+def _convolution(graph: Graph, given: dict[str, Any], sizes: dict[str, int]) -> tuple[Convolution, Node]:
+    """The convolution that q, k and v are channels of, in this order, heads major; and the node that it is known by."""
+    bases = [peel(given[name], casts="none")[0] for name in ("q", "k", "v")]
+    source = bases[0].args[0] if bases[0].args else None
+    if isinstance(source, Node) and source.target is _CONVOLUTION and bases[0].args[1] == 0:
+        if not bind(source)["activation"]:
+            raise Refused("q, k and v do not come from one convolution with SiLU", source)
+        found, mixing = _marked(source), source
+        columns, channel_stride = sizes["s"], 1
+    elif packet(bases[0]) == "silu":
+        found = convolution_over(bases[0])
+        window, write = found.path[-2:]
+        if set(found.state.users) != {window, write} or write.users:
+            raise Refused(f"{found.state.name} is used elsewhere, or not replaced by {window.name}", found.state)
+        columns = channel_stride = shape(bases[0])[-1]
+        mixing = next(node for node in found.path if packet(node) in ("conv1d", "convolution"))
+    else:
+        raise Refused(f"q comes from {described(bases[0])}, not from a short_conv", bases[0])
+    if not bases[0] is bases[1] is bases[2]:
+        raise Refused("q, k and v do not come from one convolution with SiLU", bases[0])
+    _require_channels(given, sizes, columns, channel_stride)
+    for what in (found.x, found.weight):
+        require_unwritten(graph, "the convolution's operands", what, mixing)
+    return found, mixing
+
+
+def _marked(convolution: Node) -> Convolution:
+    """A ``short_conv`` in the form of one that was matched."""
+    given = bind(convolution)
+    write = _write(given["initial_state"], _result(convolution, 1), convolution)
+    x, weight = (Operand(given[name], shape(given[name]), convolution) for name in ("x", "weight"))
+    return Convolution(x, weight, given["initial_state"], write, (convolution,))
+
+
+def _require_channels(given: dict[str, Any], sizes: dict[str, int], columns: int, channel_stride: int) -> None:
+    """Refuse unless q, k and v are their channels of the last tokens, where a channel is ``channel_stride`` from the
+    next: 1 in [B, S, C], the ``columns`` in [B, C, columns]."""
     key_width, width = sizes["h"] * sizes["k"], sizes["h"] * (2 * sizes["k"] + sizes["v"])
-    found: list[Node] = []
+    token_stride = width if channel_stride == 1 else 1
     for name, start, axis in (("q", 0, "k"), ("k", key_width, "k"), ("v", 2 * key_width, "v")):
         base, chain = peel(given[name], casts="none")
         leaf = Occurrence(given[name], base, tuple(chain), Frame.of("bsh" + axis))
-        strides = {"b": sizes["s"] * width, "s": width, "h": sizes[axis], axis: 1}
-        require_layout(name, leaf, {one: stride if sizes[one] > 1 else 0 for one, stride in strides.items()}, start)
-        source = base.args[0] if base.args else None
-        if not isinstance(source, Node) or source.target is not _CONVOLUTION or base.args[1] != 0:
-            raise Refused(f"{name} comes from {described(base)}, not from a short_conv", base)
-        found.append(source)
-    if found[0] is not found[1] or found[1] is not found[2] or not bind(found[0])["activation"]:
-        raise Refused("q, k and v do not come from one convolution with SiLU", found[0])
-    return found[0]
+        strides = {
+            "b": columns * width,
+            "s": token_stride,
+            "h": sizes[axis] * channel_stride,
+            axis: channel_stride,
+        }
+        first = start * channel_stride + (columns - sizes["s"]) * token_stride
+        require_layout(name, leaf, {one: stride if sizes[one] > 1 else 0 for one, stride in strides.items()}, first)
 
 
 def _result(node: Node, number: int) -> Node:
@@ -179,15 +215,15 @@ def _require_all(program: CapturedProgram, layers: list[Layer]) -> None:
 def _rewritten(program: CapturedProgram, layer: Layer) -> Node:
     """Put ``kda_verify`` in the layer's place, erase the writes of its states."""
     graph, place, given, after = program.graph_module.graph, layer.out, layer.arguments, layer.neighbours
-    conv, sizes, state = bind(layer.convolution), layer.sizes, given["initial_state"]
+    conv, sizes, state = layer.convolution, layer.sizes, given["initial_state"]
     gate = _flat_gate(graph, given["g"], sizes, place)
     node = call(
         graph,
         OPERATORS["kda_verify"].overload,
         (
-            *(conv[name] for name in ("x", "weight", "initial_state")),
+            *(build(graph, conv.x, place), build(graph, conv.weight, place), conv.state),
             *(gate, given["dt_bias"], given["a_log"], given["beta"], state),
-            *_log(program, state, conv["initial_state"], sizes),
+            *_log(program, state, conv.state, sizes),
             *(None if one is None else build(graph, one, place) for one in (after.out_gate, after.norm_weight)),
         ),
         {
@@ -199,11 +235,11 @@ def _rewritten(program: CapturedProgram, layer: Layer) -> Node:
         },
         like=layer.rule,
         before=place,
-        replaces=(layer.convolution, layer.rule),
+        replaces=(layer.mixing, layer.rule),
     )
     for write in layer.writes:
         graph.erase_node(write)
-    kept = (state.name, conv["initial_state"].name)
+    kept = (state.name, conv.state.name)
     program.inputs = tuple(dataclasses.replace(x, mutated=False) if x.name in kept else x for x in program.inputs)
     result = node
     if shape(place) != shape(node):

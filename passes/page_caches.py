@@ -69,13 +69,13 @@ class PageCaches(Pass):
         }
         if not caches:
             return PassResult(False)
-        work = _Work(program, caches, context.config.page_size, context.config.pages)
+        work = _Work(program, caches, context.config.page_tokens, context.config.pages)
         gathers = work.run()
         purity.dead_code(program.graph_module.graph)
         program.graph_module.graph.lint()
         program.graph_module.recompile()
         names = tuple(node.name for node in caches)
-        told = f"{len(caches)} caches became pages of {context.config.page_size} rows; gathered for readers: {gathers}"
+        told = f"{len(caches)} caches became pages of {context.config.page_tokens} rows; gathered for readers: {gathers}"
         return PassResult(
             True,
             (Remark("passed", self.name, told, names[0], nodes=names),),

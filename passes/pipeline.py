@@ -10,7 +10,7 @@ from kimigraph.passes.base import Pass
 from kimigraph.passes.options import parse_pass, print_pass
 from kimigraph.passes.registry import BUILT_IN, PassRegistry, default_registry, unknown_name
 
-SCHEDULING = ("assign-streams", "plan-memory")
+SCHEDULING = ("overlap-communication", "assign-streams", "plan-memory")
 VERIFIER = "verify-schedule"
 _PASS = re.compile(r'\s*([^\s,{}"=]+)\s*(?:\{((?:"(?:[^"\\]|\\.)*"|[^"{}])*)\})?\s*(?:,|$)')
 

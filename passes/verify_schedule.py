@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from torch.fx import Graph, Node
 
+from kimigraph.ir.collectives import collectives
 from kimigraph.ir.dependences import Dependence, work_dependences
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.program import CapturedProgram
@@ -18,6 +19,7 @@ from kimigraph.ir.remarks import PassResult, Remark
 from kimigraph.ir.schedule import HappensBefore, buffer_of, waits_of
 from kimigraph.passes.base import Pass, PassContext
 from kimigraph.passes.scheduling.arena import memory_violations
+from kimigraph.passes.scheduling.collectives import communication_violations
 from kimigraph.passes.scheduling.races import Violation, unjoined_streams, unkept_dependences
 
 SHOWN = 3
@@ -33,7 +35,8 @@ class VerifySchedule(Pass):
     pattern: ClassVar[str] = "the whole program, with its streams, waits and buffers"
     constraints: ClassVar[tuple[str, ...]] = (
         "reads and writes of one storage, through views and in-place results, are ordered across streams",
-        "collectives, random numbers and assertions have one order",
+        "collectives, random numbers and assertions have one order, collectives that in which they are numbered",
+        "what a collective gives is used behind its wait, and what it reads is not written before",
         "every side stream is joined before outputs and updated inputs go back to the caller",
         "bytes of the arena are written again only when every user of what they hold is done; what is returned stays",
     )
@@ -53,6 +56,8 @@ class VerifySchedule(Pass):
             "events": len({name for node in graph.nodes for name in waits_of(node)}),
             "buffers": sum(buffer_of(node) is not None for node in graph.nodes),
         }
+        if communicating := len(collectives(graph)):
+            counts["collectives"] = communicating
         told = ", ".join(f"{count} {name}" for name, count in counts.items())
         return PassResult(False, (Remark("note", self.name, f"no race, every stream joined: {told}"),), counts)
 
@@ -73,3 +78,4 @@ def _violations(graph: Graph, dependences: dict[Node, list[Dependence]], order: 
     yield from unkept_dependences(dependences, order)
     yield from unjoined_streams(graph, order)
     yield from memory_violations(graph, order)
+    yield from communication_violations(graph, order)

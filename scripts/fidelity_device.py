@@ -27,9 +27,10 @@ from torch import Tensor
 
 from kimigraph.bench.step_share import step_share
 from kimigraph.capture import load_source
-from kimigraph.generator import Generator, cache_rows
+from kimigraph.generator import Generator
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.seeded import seeded_tensor
+from kimigraph.sequence_caches import cache_rows
 
 PROMPT, CHUNK, CONTEXT = 35, 16, 112
 ALLOWED = 1.5

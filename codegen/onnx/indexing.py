@@ -7,7 +7,8 @@ import torch
 from torch.fx import Node
 
 from kimigraph.codegen.onnx.layout import bounds
-from kimigraph.codegen.onnx.translation import Handler, Translation, arguments, tensor_of
+from kimigraph.codegen.onnx.translation import Handler, Translation, arguments, masks_of, tensor_of
+from kimigraph.ir.open_sizes import met, sized
 
 
 def _embedding(t: Translation, node: Node) -> str:
@@ -29,9 +30,10 @@ def _indexed(indices: list[Any]) -> dict[int, Node]:
     return {dim: index for dim, index in enumerate(indices) if index is not None}
 
 
-def _places(t: Translation, found: dict[int, Node]) -> tuple[str, torch.Size]:
+def _places(t: Translation, found: dict[int, Node]) -> tuple[str, tuple[Any, ...]]:
     """The indices side by side, int64 [..., n], and the shape that they have together."""
-    shape = torch.broadcast_shapes(*(tensor_of(index).shape for index in found.values()))
+    shape = met(tuple(map(sized, tensor_of(index).shape)) for index in found.values())
+    assert shape is not None
     columns = [t.reshaped(t.expanded(t.name(index, torch.int64), shape), (*shape, 1)) for index in found.values()]
     return columns[0] if len(columns) == 1 else t.scope.op("Concat", *columns, axis=len(shape)), shape
 
@@ -55,10 +57,21 @@ def _index(t: Translation, node: Node) -> str:
     found, source = _indexed(a["indices"]), tensor_of(a["self"])
     if len(found) == 1:
         ((dim, index),) = found.items()
+        if masks_of(node):
+            return t.scope.op("Gather", t.name(a["self"]), _picked(t, t.name(index, torch.bool)), axis=dim)
         return t.scope.op("Gather", t.name(a["self"]), t.name(index, torch.int64), axis=dim)
     places, shape = _places(t, found)
     picked = t.scope.op("GatherND", t.permuted(t.name(a["self"]), _front(found, source.dim())), places)
     return t.permuted(picked, _result_order(found, source.dim(), len(shape)))
+
+
+def _picked(t: Translation, mask: str) -> str:
+    """The places [n] that a mask of one axis picks, in order."""
+    return t.scope.op("Squeeze", t.scope.op("NonZero", mask), t.scope.integers([0]))
+
+
+def _nonzero(t: Translation, node: Node) -> str:
+    return t.scope.op("Transpose", t.scope.op("NonZero", t.name(arguments(node)["self"])), perm=[1, 0])
 
 
 def _inverse(order: list[int]) -> list[int]:
@@ -143,6 +156,7 @@ INDEXING: dict[str, Handler] = {
     "index_select": _index_select,
     "gather": _gather,
     "index": _index,
+    "nonzero": _nonzero,
     "index_put": _index_put,
     "index_copy": _index_copy,
     "scatter": _scatter(None),

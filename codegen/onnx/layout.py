@@ -78,7 +78,8 @@ def _unbind(t: Translation, node: Node) -> tuple[str, ...]:
 
 def _concatenate(t: Translation, node: Node) -> str:
     a, result = arguments(node), tensor_of(node)
-    parts = [part for part in a["tensors"] if tensor_of(part).numel() or tensor_of(part).dim() == result.dim()]
+    # Torch skips parts of shape [0], whatever the others' shapes are.
+    parts = [part for part in a["tensors"] if tensor_of(part).dim() == result.dim()]
     names = [t.name(part, result.dtype) for part in parts]
     return t.scope.op("Concat", *names, axis=a["dim"] % result.dim())
 
@@ -94,7 +95,7 @@ def _pad(t: Translation, node: Node) -> str:
     a, result = arguments(node), tensor_of(node)
     pairs = list(zip(a["pad"][::2], a["pad"][1::2], strict=True))[::-1]
     pairs = [(0, 0)] * (result.dim() - len(pairs)) + pairs
-    pads = t.scope.integers([first for first, _ in pairs] + [last for _, last in pairs])
+    pads = t.integers([first for first, _ in pairs] + [last for _, last in pairs])
     value = t.scope.constant(a.get("value") or 0, result.dtype)
     return t.scope.op("Pad", t.name(a["self"]), pads, value)
 

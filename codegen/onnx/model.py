@@ -18,6 +18,7 @@ from kimigraph.codegen.onnx.scope import Op, Port, Scope
 from kimigraph.codegen.onnx.translation import Handler, Translation, unsupported
 from kimigraph.ir.errors import CompileError
 from kimigraph.ir.onnx_format import NEXT
+from kimigraph.ir.open_sizes import sized
 from kimigraph.ir.program import CapturedProgram, InputSpec
 
 TABLE: dict[str, Handler] = {**POINTWISE, **LAYOUT, **INDEXING, **PRODUCTS, **RECURRENCE}
@@ -126,4 +127,5 @@ def _output(t: Translation, name: str, leaf: Node, note: str = "") -> Port:
     """An output of its own name: ONNX has no second name for a value, nor an input that is an output."""
     value: Tensor = leaf.meta["val"]
     (made,) = t.scope.add("Identity", (t.name(leaf),), (t.scope.unused(name),))
-    return Port(made, value.dtype, tuple(int(size) for size in value.shape), note)
+    sizes = map(sized, value.shape)
+    return Port(made, value.dtype, tuple(size if isinstance(size, int) else str(size) for size in sizes), note)

@@ -178,15 +178,13 @@ def _cumsum(t: Translation, node: Node) -> str:
     return t.scope.op("CumSum", t.name(a["self"], dtype), t.scope.constant(a["dim"], torch.int64))
 
 
-def sorted_rows(t: Translation, name: str, dtype: torch.dtype, count: int, axis: int, largest: bool) -> tuple[str, str]:
+def sorted_rows(t: Translation, name: str, dtype: torch.dtype, count: Any, axis: int, largest: bool) -> tuple[str, str]:
     """The first ``count`` of each row and their places; equal values by their place, as ONNX has it."""
     if dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
         name, wide = t.scope.op("Cast", name, to=torch.int32), torch.int32
     else:
         wide = dtype
-    values, places = t.scope.add(
-        "TopK", (name, t.scope.integers([count])), 2, axis=axis, largest=int(largest), sorted=1
-    )
+    values, places = t.scope.add("TopK", (name, t.integers([count])), 2, axis=axis, largest=int(largest), sorted=1)
     return t.cast(values, wide, dtype), places
 
 

@@ -26,11 +26,11 @@ class Op:
 
 @dataclass(frozen=True)
 class Port:
-    """One input or output of a graph."""
+    """One input or output of a graph; sizes that the run alone knows are names."""
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
     note: str = ""
 
 

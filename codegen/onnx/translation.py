@@ -1,16 +1,17 @@
 """Walks a functional ATen graph and asks a table of translations for each operator."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import getitem
+from operator import add, floordiv, getitem, mul
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymBool, SymInt, Tensor
 from torch.fx import Graph, Node
 
 from kimigraph.adapters.torch_export import functionalized_call
 from kimigraph.codegen.onnx.scope import Scope
+from kimigraph.ir.open_sizes import OpenSize, SizeExpressions, sized
 
 Value = Any
 """What a node became: a name, a tuple of names, or None where it returns nothing."""
@@ -26,6 +27,10 @@ class Translation:
     semantic: Callable[["Translation", Node], Value]
     """Translates calls of ``kimigraph::`` operators, functionalized ones included."""
     values: dict[Node, Value] = field(default_factory=lambda: {})
+    _sizes: SizeExpressions[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sizes = SizeExpressions(self._measured, self._computed)
 
     def run(self, graph: Graph) -> None:
         """Translate every node but the output and placeholders, whose names are in ``values``."""
@@ -33,12 +38,16 @@ class Translation:
             if node.op not in ("placeholder", "output"):
                 self.scope.note, self.scope.modules = _note(node), _modules(node)
                 self.values[node] = self._translated(node)
+                if isinstance(node.meta.get("val"), Tensor):
+                    self._sizes.note(self.values[node], node.meta["val"])
 
     def _translated(self, node: Node) -> Value:
         if node.target is getitem:
             whole, place = node.args
             assert isinstance(whole, Node) and isinstance(place, int)
             return self.values[whole][place]
+        if is_size(node):
+            return None  # computed where it is needed
         if is_semantic(node):
             return self.semantic(self, node)
         name = operator_name(node)
@@ -55,14 +64,33 @@ class Translation:
         """``name`` as ``want``."""
         return name if want is None or have == want else self.scope.op("Cast", name, to=want)
 
-    def reshaped(self, name: str, shape: torch.Size | tuple[int, ...] | list[int]) -> str:
-        """``name`` in another shape of as many elements."""
-        allow = 1 if 0 in shape else None
-        return self.scope.op("Reshape", name, self.scope.integers([int(size) for size in shape]), allowzero=allow)
+    def integers(self, sizes: Iterable[Any]) -> str:
+        """A list of int64, as shapes and axes are given: a constant, but for sizes that the run alone knows."""
+        numbers = [sized(size.meta["val"] if isinstance(size, Node) else size) for size in sizes]
+        if all(isinstance(number, int) for number in numbers):
+            return self.scope.integers(numbers)
+        return self.scope.op("Concat", *map(self._size, numbers), axis=0)
 
-    def expanded(self, name: str, shape: torch.Size | tuple[int, ...] | list[int]) -> str:
+    def _size(self, size: Any) -> str:
+        return self._sizes.of(size) if isinstance(size, OpenSize) else self.scope.integers([size])
+
+    def _measured(self, name: str, axis: int) -> str:
+        return self.scope.op("Shape", name, start=axis, end=axis + 1)
+
+    def _computed(self, target: Callable[..., Any], a: str | int, b: str | int) -> str:
+        kinds = {add: "Add", mul: "Mul", floordiv: "Div", torch.sym_min: "Min", torch.sym_max: "Max"}
+        operands = (self.scope.integers([part]) if isinstance(part, int) else part for part in (a, b))
+        return self.scope.op(kinds[target], *operands)
+
+    def reshaped(self, name: str, shape: Iterable[Any]) -> str:
+        """``name`` in another shape of as many elements."""
+        sizes = list(shape)
+        allow = 1 if any(not isinstance(size, int) or size == 0 for size in sizes) else None
+        return self.scope.op("Reshape", name, self.integers(sizes), allowzero=allow)
+
+    def expanded(self, name: str, shape: Iterable[Any]) -> str:
         """``name`` broadcast to ``shape``."""
-        return self.scope.op("Expand", name, self.scope.integers([int(size) for size in shape]))
+        return self.scope.op("Expand", name, self.integers(shape))
 
     def permuted(self, name: str, order: list[int]) -> str:
         """``name`` with its axes in ``order``."""
@@ -90,6 +118,11 @@ def operator_name(node: Node) -> str:
     return schema.name.partition("::")[2] if schema is not None else str(node.target)
 
 
+def is_size(node: Node) -> bool:
+    """Whether the node is a size that the run alone knows, or a truth about one."""
+    return isinstance(node.meta.get("val"), SymInt | SymBool)
+
+
 def is_semantic(node: Node) -> bool:
     """Whether the node calls a ``kimigraph::`` operator, as it is or functionalized."""
     call = functionalized_call(node)
@@ -113,23 +146,30 @@ def unsupported(graph: Graph, table: Mapping[str, Handler]) -> list[tuple[str, s
     """(operator, node) of everything in the graph that the table lacks."""
     found: list[tuple[str, str]] = []
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is not getitem and not is_semantic(node):
+        if node.op == "call_function" and node.target is not getitem and not is_size(node) and not is_semantic(node):
             name = operator_name(node)
             known = name in table or name in SILENT
             if not known or getattr(node.target, "namespace", "") not in ("aten", "kimigraph_onnx"):
                 found.append((str(node.target), node.name))
             elif name == "repeat_interleave" and not isinstance(arguments(node).get("repeats"), int):
                 found.append((f"{node.target} by a tensor", node.name))
-            elif name in ("index", "index_put") and _picks_by_mask(node):
-                found.append((f"{node.target} with a mask", node.name))
+            elif name in ("index", "index_put") and (masks := masks_of(node)):
+                if name == "index_put" or masks != [1] or len(masks) != len(_indices(node)):
+                    found.append((f"{node.target} with a mask", node.name))
         elif node.op in ("get_attr", "call_module", "call_method"):
             found.append((f"{node.op} {node.target}", node.name))
     return found
 
 
-def _picks_by_mask(node: Node) -> bool:
+def _indices(node: Node) -> list[Node]:
     indices: Any = arguments(node)["indices"]
-    return any(isinstance(index, Node) and tensor_of(index).dtype in (torch.bool, torch.uint8) for index in indices)
+    return [index for index in indices if isinstance(index, Node)]
+
+
+def masks_of(node: Node) -> list[int]:
+    """The numbers of axes of the masks by which a node picks."""
+    forms = [tensor_of(index) for index in _indices(node)]
+    return [form.dim() for form in forms if form.dtype in (torch.bool, torch.uint8)]
 
 
 def _modules(node: Node) -> tuple[str, ...]:

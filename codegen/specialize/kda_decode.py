@@ -14,6 +14,7 @@ STATE_PER_WARP = 2048  # 64 registers a thread
 GLUON_SIDE = 128
 MOST_LOGGED = 16  # 24 KiB of records a program; the loop over them is unrolled
 MOST_TOKENS = 9  # a token and eight drafts; the loop over tokens is unrolled
+AHEAD = 4  # tokens whose inputs are loaded together; those of eight leave two programs an SM short of registers
 RECORDS = ("keys", "decays", "deltas", "inputs", "states")
 OF_PLAIN_STEPS = ("slots", "gate_weight")
 GATE_CONSTANTS = ("GATE_WEIGHT_STRIDE", "RANK", "BLOCK_R")
@@ -137,7 +138,7 @@ def build_gluon(
         if operands["states"] is None:
             options["maxnreg"] = 128  # two programs share an SM; who writes states as well waits for memory alone
         operands = without(operands, *OF_PLAIN_STEPS, "filled")
-        constants = without(constants, *GATE_CONSTANTS, "L") | {"PADDED": padded(constants["S"])}
+        constants = without(constants, *GATE_CONSTANTS, "L") | {"PADDED": padded(constants["S"]), "GROUP": AHEAD}
     else:
         kernel = "kda_step"
         operands, constants = without(operands, *RECORDS, "filled"), without(constants, "L")

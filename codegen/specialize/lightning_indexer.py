@@ -7,7 +7,7 @@ shape measured), one for many. Two launches of plain Triton for everything else.
 from dataclasses import replace
 from typing import Any
 
-from kimigraph.codegen.kernel import KernelModule, KernelRequest
+from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
 from kimigraph.codegen.specialize import (
     lightning_indexer_group_prompt,
     lightning_indexer_groups,
@@ -72,6 +72,23 @@ def key_group(request: KernelRequest) -> int:
     return form.group or 0 if isinstance(form, IndexKeyDescriptor) else 0
 
 
+def byte_form(request: KernelRequest) -> int:
+    """``key_group`` of what the plain kernels read; CompileError for bytes that they cannot."""
+    keys, group = needed(request, "keys"), key_group(request)
+    if keys.dtype == "float8_e4m3fn":
+        raise refuse(request, "keys are e4m3 without scales", "keep them as bytes under a quantised descriptor")
+    if keys.dtype == "uint8" and tuple(keys.stride) != (keys.shape[1] * keys.shape[2], keys.shape[2], 1):
+        raise refuse(request, "pages of bytes are not contiguous", "pass the cache itself, not a view of it")
+    if request.attributes.get("quantises_q") and group & (group - 1):
+        raise refuse(request, f"groups of {group} are no power of two", "quantise queries before, by mxfp8_quantize")
+    return group
+
+
+def mixed_types(*operands: TensorSpec) -> bool:
+    """Whether the operands of a product must be brought to fp32: what is not bf16 after decoding is."""
+    return len({"bfloat16" if spec.dtype in ("uint8", "float8_e4m3fn") else spec.dtype for spec in operands}) > 1
+
+
 def build_plain(request: KernelRequest, select_block: int, most_codes: int) -> KernelModule:
     """Scores in one launch, the selection in another; over and over where a sequence has many rows."""
     q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
@@ -80,17 +97,7 @@ def build_plain(request: KernelRequest, select_block: int, most_codes: int) -> K
     page = keys.shape[1] if table is not None else 0
     total = keys.shape[1] if table is None else table.shape[1] * page
     top = int(request.attributes["k"])
-    bytes_of = {"uint8", "float8_e4m3fn"}
-    if keys.dtype == "float8_e4m3fn":
-        raise refuse(request, "keys are e4m3 without scales", "keep them as bytes under a quantised descriptor")
-    if keys.dtype == "uint8" and tuple(keys.stride) != (keys.shape[1] * keys.shape[2], keys.shape[2], 1):
-        raise refuse(request, "pages of bytes are not contiguous", "pass the cache itself, not a view of it")
-    group, q_scales = key_group(request), request.tensors.get("q_scales")
-    quantises = bool(request.attributes.get("quantises_q", False))
-    if quantises and group & (group - 1):
-        raise refuse(request, f"groups of {group} are no power of two", "quantise queries before, by mxfp8_quantize")
-    # What is not bf16 after decoding is brought to fp32.
-    mixed = len({"bfloat16" if spec.dtype in bytes_of else spec.dtype for spec in (q, keys)}) > 1
+    group, q_scales, mixed = byte_form(request), request.tensors.get("q_scales"), mixed_types(q, keys)
     if q.dtype == "float8_e4m3fn":
         q = replace(q, dtype="uint8")
     itemsize = 4 if mixed or q.dtype == "float32" else 2
@@ -129,7 +136,7 @@ def build_plain(request: KernelRequest, select_block: int, most_codes: int) -> K
         "PLANE": keys.shape[1] if keys.dtype == "uint8" else 0,
         "GROUP": group,
         "Q_SCALE_STRIDE": (0, 0, 0, 0) if q_scales is None else q_scales.stride,
-        "QUANTISES": quantises,
+        "QUANTISES": bool(request.attributes.get("quantises_q", False)),
         "INTERPRET": False,
     }
     select: dict[str, Any] = {

@@ -76,13 +76,15 @@ def division(rows: int, total: int, target: str) -> Division:
     # Shorter slices pay until the larger cluster costs more than they save.
     slice_ = 8192 if rows == 1 or total <= 65536 else 16384
     ctas = 1 if total <= ALONE else padded(ceil_div(total, slice_))
-    ctas = min(ctas, max(programs_at_once(target, 1) // rows, 1), MOST_CTAS)
+    # Half of the multiprocessors select faster than all of them, as long as each row has two.
+    at_once = programs_at_once(target, 1)
+    ctas = min(ctas, max(at_once // (2 * rows), min(at_once // rows, 2), 1), MOST_CTAS)
     return _division(splits, min(ceil_div(pages, splits), STAGES), 1 << (ctas.bit_length() - 1), total)
 
 
 def selection_of(rows: int, total: int, picks: int) -> str:
     """The kernel that selects: it looks at few codes where the largest of groups of keys bound the last winner well."""
-    each = KEYS_A_PICK[0] if rows == 1 or rows * total > STAYING else KEYS_A_PICK[1]
+    each = KEYS_A_PICK[0] if rows == 1 or rows * total >= STAYING else KEYS_A_PICK[1]
     return "select_bounded" if ALONE < total <= MOST_BOUND and each * picks <= total else "select_codes"
 
 

@@ -23,5 +23,4 @@ def support_files(
         sources.append(Path(__file__).with_name("arena.py"))
     if several:
         sources += [Path(str(module.__file__)) for module in (ranks, shares)]
-        sources.append(Path(__file__).with_name("sums.py"))
     return {f"support/{source.name}": source.read_text(encoding="utf-8") for source in sources}

@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,10 +15,8 @@ from typing import Any
 import torch
 
 EXIT_DIFFERENT = 3
-GROUP = "kimigraph.tp"
-"""The ranks that run a program together."""
-Shares = dict[str, list[int]]
-"""Of what ranks share out, the fields of its share, by source name."""
+Shares = dict[str, tuple[list[int], int]]
+"""Of what ranks share out, the fields of its share and how many neighbouring ranks have the same part, by source."""
 
 
 def main(
@@ -36,10 +35,11 @@ def main(
     seeded, files = load("support/seeded.py"), load("support/tensor_file.py")
     weight_seed = manifest["info"].get("weight_seed") if options.seed is None else None
     inputs, made = manifest["inputs"], manifest["preparation"]
-    ways = manifest["info"].get("mesh", {}).get("tp", 1)
-    rank = load("support/ranks.py").join(GROUP, ways, device.type) if ways > 1 else 0
+    mesh = manifest["info"].get("mesh", {})
+    ways = prod(mesh.values())
+    rank = load("support/ranks.py").join(mesh, device.type) if ways > 1 else 0
     own = [record for record in inputs if record["source"] not in made] + manifest["sources"]
-    shares = {record["source"]: record["share"] for record in own if record.get("share")}
+    shares = {record["source"]: (record["share"], record["share_step"]) for record in own if record.get("share")}
     make = seeded.seeded_tensor if ways == 1 else parts_of(shares, load("support/shares.py"), seeded, rank)
     tensors = make_tensors(own, seed, make, weight_seed)
     replace_tensors(tensors, constants_of(here, inputs, files))
@@ -83,8 +83,9 @@ def parts_of(shares: Shares, share: ModuleType, seeded: ModuleType, rank: int) -
     def make(source: str, shape: list[int], *rest: Any) -> torch.Tensor:
         if source not in shares:
             return seeded.seeded_tensor(source, shape, *rest)
-        part = share.Share(*shares[source])
-        return part.take(seeded.seeded_tensor(source, part.whole(shape), *rest), rank)
+        fields, step = shares[source]
+        part = share.Share(*fields)
+        return part.take(seeded.seeded_tensor(source, part.whole(shape), *rest), rank // step % part.ways)
 
     return make
 
@@ -94,7 +95,10 @@ def taken(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Of whole tensors what one rank has."""
     for name, value in given:
-        yield name, share.Share(*shares[name]).take(value, rank) if name in shares else value
+        if name in shares:
+            part, step = share.Share(*shares[name][0]), shares[name][1]
+            value = part.take(value, rank // step % part.ways)
+        yield name, value
 
 
 def gathered(
@@ -105,7 +109,7 @@ def gathered(
     for record, value in zip(inputs, arguments, strict=True):
         if record["mutated"] and record.get("share"):
             part = share.Share(*record["share"])
-            value = part.join(ranks.whole_of(value, part.ways, GROUP))
+            value = part.join(ranks.whole_of(value, part.ways, record["share_step"]))
         found.append(value)
     return found
 

@@ -3,8 +3,8 @@
 # Kernel text: inside @gluon.jit, names are tensors and constants of a language whose types say little to a checker.
 """A few tokens of KDA whose states stay as they are, for heads of 128 on NVIDIA GPUs: 8 warps own one head's state.
 
-Convolution, SiLU and gate of all tokens come first, so that all loads are on their way together; then the tokens pass
-the state one after the other without a barrier between them; norm and output gate of all tokens come last.
+Convolution, SiLU and gate of all tokens come first, the loads of ``GROUP`` tokens on their way together; then the
+tokens pass the state one after the other without a barrier between them; norm and output gate of all tokens come last.
 """
 
 from triton.experimental import gluon
@@ -35,6 +35,7 @@ def kda_verify_step(
     states,
     S: gl.constexpr,
     PADDED: gl.constexpr,
+    GROUP: gl.constexpr,
     H: gl.constexpr,
     SCALE: gl.constexpr,
     L2_EPS: gl.constexpr,
@@ -99,33 +100,39 @@ def kda_verify_step(
     numbers = gl.allocate_shared_memory(gl.float32, [4 * PADDED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     at_token = gl.arange(0, PADDED, layout=VALUES)
     strength = gl.load(beta_place + at_token * BETA_STRIDE[1], mask=at_token < S, other=0.0)
-    # All loads come before the first store, behind which they would have to wait.
-    inputs_of = ()
-    logits = ()
-    for token in gl.static_range(S):
-        inputs_of = inputs_of + (gl.load(x_place + token * QKV_STRIDE[1], mask=mixes, other=0.0),)
-        logits = logits + (gl.load(gate_place + token * GATE_STRIDE[1], mask=is_gate, other=0.0),)
-    for token in gl.static_range(S):
-        raw = inputs_of[token]
-        logit = logits[token]
-        x = raw.to(gl.float32)
-        # The order of the decode kernel's sum.
-        mixed = oldest * taps[0] + older * taps[1] + old * taps[2] + x * taps[3]
-        oldest, older, old = older, old, x
-        if LOWER_BOUND is None:
-            decay = gl.exp(log_decay(logit.to(gl.float32) + bias, rate, None))
-            value = gl.where(is_gate, decay, mixed * sigmoid(mixed))
-        else:
-            # Either row needs one sigmoid: of the mixed inputs for SiLU, of the scaled logit for the bounded gate.
-            mixed = gl.where(is_gate, rate * (logit.to(gl.float32) + bias), mixed)
-            share = sigmoid(mixed)
-            value = gl.where(is_gate, gl.exp(LOWER_BOUND * share), mixed * share)
-        exchange.slice(4 * token, 4, 0).store(value)
-        record = (sequence * S + token) * H + head
-        if keys is not None:
-            gl.store(keys + record * D + at + row * 0, value, mask=(row == 1) & (at >= 0))
-            gl.store(decays + record * D + at + row * 0, value, mask=is_gate)
-        gl.store(inputs + (sequence * S + token) * (3 * H * D) + channel, raw.to(inputs.dtype.element_ty), mask=mixes)
+    # The loads of a group come before its first store, behind which they would have to wait.
+    for group in gl.static_range((S + GROUP - 1) // GROUP):
+        inputs_of = ()
+        logits = ()
+        for ahead in gl.static_range(GROUP):
+            if group * GROUP + ahead < S:
+                x_at = x_place + (group * GROUP + ahead) * QKV_STRIDE[1]
+                gate_at = gate_place + (group * GROUP + ahead) * GATE_STRIDE[1]
+                inputs_of = inputs_of + (gl.load(x_at, mask=mixes, other=0.0),)
+                logits = logits + (gl.load(gate_at, mask=is_gate, other=0.0),)
+        for ahead in gl.static_range(GROUP):
+            if group * GROUP + ahead < S:
+                raw = inputs_of[ahead]
+                logit = logits[ahead]
+                x = raw.to(gl.float32)
+                # The order of the decode kernel's sum.
+                mixed = oldest * taps[0] + older * taps[1] + old * taps[2] + x * taps[3]
+                oldest, older, old = older, old, x
+                if LOWER_BOUND is None:
+                    decay = gl.exp(log_decay(logit.to(gl.float32) + bias, rate, None))
+                    value = gl.where(is_gate, decay, mixed * sigmoid(mixed))
+                else:
+                    # Either row needs one sigmoid: of the mixed inputs for SiLU, of the scaled logit for the gate.
+                    mixed = gl.where(is_gate, rate * (logit.to(gl.float32) + bias), mixed)
+                    share = sigmoid(mixed)
+                    value = gl.where(is_gate, gl.exp(LOWER_BOUND * share), mixed * share)
+                exchange.slice(4 * (group * GROUP + ahead), 4, 0).store(value)
+                place = sequence * S + group * GROUP + ahead
+                record = place * H + head
+                if keys is not None:
+                    gl.store(keys + record * D + at + row * 0, value, mask=(row == 1) & (at >= 0))
+                    gl.store(decays + record * D + at + row * 0, value, mask=is_gate)
+                gl.store(inputs + place * (3 * H * D) + channel, raw.to(inputs.dtype.element_ty), mask=mixes)
 
     t = gl.expand_dims(gl.arange(0, PADDED, layout=gl.SliceLayout(1, OUTPUTS)), 1)
     c = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUTS)), 0)

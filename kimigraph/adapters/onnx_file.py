@@ -42,10 +42,22 @@ class Reference:
 
 @dataclass(frozen=True)
 class Foreign:
-    """An attribute of a kind that no operator here has (a graph, a sparse tensor, a type). ``nodes`` are a graph's."""
+    """An attribute of a kind that no operator here has (a sparse tensor, a type, a list of graphs)."""
 
     kind: str
-    nodes: "tuple[FileNode, ...]" = ()
+
+
+@dataclass(frozen=True)
+class FileGraph:
+    """A graph that is an attribute: a branch, or the body of a loop. It may read what is made around it."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    weights: "tuple[StoredTensor, ...]"
+    nodes: "tuple[FileNode, ...]"
+    foreign: tuple[str, ...]
+    outer: tuple[str, ...]
+    """The names that it reads and does not make."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,16 @@ class FileNode:
     attributes: dict[str, Any]
     scopes: tuple[str, ...] = ()
     """The paths of the modules that the node was written in, from the outermost, where the exporter says them."""
+
+    @property
+    def graphs(self) -> dict[str, FileGraph]:
+        """The graphs among its attributes."""
+        return {name: value for name, value in self.attributes.items() if isinstance(value, FileGraph)}
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """All names that must be made before it: its inputs, and what its graphs read from around them."""
+        return (*self.inputs, *(name for graph in self.graphs.values() for name in graph.outer))
 
     @property
     def title(self) -> str:
@@ -132,8 +154,7 @@ def read_onnx(path: Path) -> OnnxFile:
 
 def _file(path: Path, proto: Any) -> OnnxFile:
     graph = proto.graph
-    foreign = [f"{len(graph.sparse_initializer)} sparse weights"] if graph.sparse_initializer else []
-    foreign += [f"{len(proto.training_info)} training graphs"] if proto.training_info else []
+    training = (f"{len(proto.training_info)} training graphs",) if proto.training_info else ()
     return OnnxFile(
         path=path,
         producer=proto.producer_name,
@@ -144,7 +165,7 @@ def _file(path: Path, proto: Any) -> OnnxFile:
         nodes=tuple(_nodes(graph.node)),
         functions=tuple(map(_function, proto.functions)),
         metadata={item.key: item.value for item in proto.metadata_props},
-        foreign=tuple(foreign),
+        foreign=(*_foreign(graph), *training),
     )
 
 
@@ -198,8 +219,20 @@ def _attribute(proto: Any) -> Any:
         return [text.decode("utf-8", "replace") for text in proto.strings]
     if kind == "TENSOR":
         return _tensor(proto.t)
-    graphs = [proto.g] if kind == "GRAPH" else list(proto.graphs)
-    return Foreign(kind, tuple(node for graph in graphs for node in _nodes(graph.node)))
+    return _graph(proto.g) if kind == "GRAPH" else Foreign(kind)
+
+
+def _graph(proto: Any) -> FileGraph:
+    inputs, weights = tuple(item.name for item in proto.input), tuple(map(_tensor, proto.initializer))
+    nodes, outputs = tuple(_nodes(proto.node)), tuple(item.name for item in proto.output)
+    made = {*inputs, *(tensor.name for tensor in weights), *(name for node in nodes for name in node.outputs), ""}
+    read = dict.fromkeys([*(name for node in nodes for name in node.reads), *outputs])
+    outer = tuple(name for name in read if name not in made)
+    return FileGraph(inputs, outputs, weights, nodes, _foreign(proto), outer)
+
+
+def _foreign(graph: Any) -> tuple[str, ...]:
+    return (f"{len(graph.sparse_initializer)} sparse weights",) if graph.sparse_initializer else ()
 
 
 def _kind(number: int) -> tuple[torch.dtype | None, str]:

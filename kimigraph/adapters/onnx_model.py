@@ -3,6 +3,7 @@
 """ONNX models through onnx and onnxruntime: protos from plain descriptions, files, the checker, sessions."""
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,20 @@ TYPES = {
 }
 
 
+OLDEST = {"onnx": (1, 18), "onnxruntime": (1, 22)}
+"""The oldest releases that files are written and run with."""
+
+
 def require_onnx(packages: Sequence[str] = ("onnx", "onnxruntime")) -> None:
-    """UsageError that names the extra to install when one of ``packages`` is missing."""
+    """UsageError that names the extra to install when one of ``packages`` is missing or too old."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise UsageError(f"ONNX needs {' and '.join(missing)}: pip install 'kimigraph[onnx]'")
+    for name in packages:
+        numbers = tuple(int(part) for part in version(name).split(".")[:2] if part.isdigit())
+        if numbers < OLDEST[name]:
+            oldest = ".".join(map(str, OLDEST[name]))
+            raise UsageError(f"{name} {version(name)} is older than {oldest}: pip install -U 'kimigraph[onnx]'")
 
 
 def element_type(dtype: torch.dtype, name: str = "") -> int:
@@ -105,10 +115,12 @@ def model_proto(model: Any, domain: str, opset: int) -> Any:
         )
         for item in model.functions
     ]
+    # Viewers show what is no node inside the boxes that read it, and not as a box with lines to all of them.
+    numbers = {op.outputs[0]: op.attributes["value"] for op in model.ops if _is_number(op)}
     graph = GraphProto(
         name=model.name,
-        node=[_node(op) for op in model.ops],
-        initializer=[tensor_proto(name, tensor) for name, tensor in model.weights.items()],
+        node=[_node(op) for op in model.ops if not _is_number(op)],
+        initializer=[tensor_proto(name, tensor) for name, tensor in {**numbers, **model.weights}.items()],
         input=[_value(port) for port in model.inputs],
         output=[_value(port) for port in model.outputs],
     )
@@ -121,6 +133,14 @@ def model_proto(model: Any, domain: str, opset: int) -> Any:
     )
     helper.set_model_props(proto, model.metadata)
     return proto
+
+
+def _is_number(op: Any) -> bool:
+    """Whether a node is a number or a short list of integers."""
+    value = op.attributes.get("value") if op.kind == "Constant" else None
+    if not isinstance(value, Tensor):
+        return False
+    return value.numel() == 1 or (not value.is_floating_point() and value.nbytes < 1024)
 
 
 def _value(port: Any) -> Any:

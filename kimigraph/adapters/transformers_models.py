@@ -4,6 +4,7 @@
 
 import logging
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,13 +104,14 @@ def empty_model(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        model = _construct(config, device)
+        model = build_model(config, device)
     model.eval().requires_grad_(False)
-    _set_dtypes(model, dtype)
+    set_dtypes(model, dtype)
     return model
 
 
-def _construct(config: Any, device: str) -> nn.Module:
+def build_model(config: Any, device: str) -> nn.Module:
+    """The model in the types of its classes; the caller sees to initialisation."""
     if config.model_type != "glm5_next":
         with torch.device(device):
             model = _model_class(config)(config)
@@ -149,7 +151,12 @@ def _model_class(config: Any) -> Any:
     return glm.Glm5NextTextModel if config.model_type == "glm5_next_text" else glm.Glm5NextForConditionalGeneration
 
 
-def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
+def modelling_of(config: Any) -> Any:
+    """The module that defines the model's classes."""
+    return sys.modules[_model_class(config).__module__]
+
+
+def set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters in ``dtype``, except those that the model says must stay in fp32.
 
     They have no values yet, so none are converted: a model larger than the memory is laid out without touching it.

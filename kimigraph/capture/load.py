@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kimigraph.capture.function_source import function_source
-from kimigraph.capture.source import ModelSource, read_config
+from kimigraph.capture.source import ModelSource, StepPart, read_config
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
 from kimigraph.weights import weight_files
@@ -20,20 +20,20 @@ FILES = (".onnx", ".pt2")
 """Suffixes of files that are sources."""
 
 
-def load_source(source: str, config: CompileConfig, rows: bool = False) -> ModelSource:
+def load_source(source: str, config: CompileConfig, rows: bool = False, part: StepPart = "step") -> ModelSource:
     """Resolve SOURCE: a directory with ``config.json`` (and ``*.safetensors``), ``package.module:function``, or a file
     (``.onnx``, ``.pt2``).
 
     ``rows`` asks for a step as generation takes it, ``step(input_ids [B, S], lengths [B], cache) -> logits [B, 1, V]``
     of the last token, over rows of their own length that continue; only directories have one. Of a step that verifies
-    drafts the logits are those of all tokens.
+    drafts the logits are those of all tokens. ``part`` says what of the model that step is.
 
     Builds nothing large: weights are made or read when the model is first needed. Raises UsageError, one paragraph that
     names the thing and the remedy, for a source that cannot be.
     """
     path = Path(source)
     if path.is_dir():
-        return _directory_source(path, config, rows)
+        return _directory_source(path, config, rows, part)
     if path.suffix in FILES and path.is_file():
         return _file_source(path, config, rows)
     if path.exists():
@@ -73,7 +73,7 @@ def weights_of_file(path: Path) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _directory_source(directory: Path, config: CompileConfig, rows: bool) -> ModelSource:
+def _directory_source(directory: Path, config: CompileConfig, rows: bool, part: StepPart) -> ModelSource:
     document = read_config(directory)
     kind = document["model_type"]
     if kind not in MODEL_TYPES:
@@ -85,15 +85,27 @@ def _directory_source(directory: Path, config: CompileConfig, rows: bool) -> Mod
     if kind in ("kimi_k3", "kimi_k31"):
         from kimigraph.capture.kimi_source import kimi_source
 
+        if part != "step":
+            raise UsageError(
+                f"{directory / 'config.json'}: checkpoints of {kind} have no layer for the draft mtp: use ngram or a "
+                "smaller model"
+            )
         return kimi_source(directory, document, config, seed, last_only=rows and config.phase != "verify")
-    if config.phase == "verify":
-        raise UsageError(
-            f"{directory / 'config.json'}: phase verify is for kimi_k3 and kimi_k31; a {kind} step takes several "
-            "tokens for one sequence alone, so drafts are not verified with it yet"
-        )
     from kimigraph.capture.transformers_source import transformers_source
 
-    return transformers_source(directory, document, config, seed, rows=rows)
+    if part == "draft_head":
+        from kimigraph.capture.draft_head import draft_head_source
+
+        return draft_head_source(directory, document, config, seed)
+    # A static cache counts the tokens of all its sequences together, and drafts stay one by one.
+    return transformers_source(
+        directory,
+        document,
+        config,
+        seed,
+        rows=rows or config.phase == "verify",
+        with_hidden=part == "step_with_hidden",
+    )
 
 
 def _weight_seed(document: dict[str, Any], config: CompileConfig, directory: Path) -> int | None:

@@ -1,12 +1,13 @@
 """Models of transformers as steps over rows that differ in length: ``forward(input_ids, lengths, cache) -> logits``.
 
-The logits are those of the last new token, [B, 1, vocabulary]: generation reads no others.
+The logits are those of the last new token, [B, 1, vocabulary]: generation reads no others but where it verifies drafts.
 
 transformers counts the tokens of its static caches once for a batch. Generation needs a count for each row: here the
 caches are plain tensors [B, T, .], written where each row's new tokens stand, and masks and positions follow from
 ``lengths``. Steps continue: a sequence without tokens has states of zero.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,21 +32,30 @@ class RowsStep(nn.Module):
 
     ``forward(input_ids, lengths, cache)``: ``input_ids`` int64 [B, S], ``lengths`` int32 [B] (tokens before the step),
     ``cache`` maps the names of ``row_tensors`` to tensors, updated in place. Returns logits
-    [B, 1, vocabulary] of the last token. A model whose indexer pools its keys takes several tokens for a single row
-    only.
+    [B, 1, vocabulary] of the last token, or [B, S, vocabulary] without ``last_only``. A model whose indexer pools its
+    keys takes several tokens for a single row only. ``with_hidden``: beside them what the head reads, of all tokens,
+    [B, S, hidden size].
     """
 
-    def __init__(self, model: nn.Module, tensors: tuple[CacheTensor, ...], layers: int, context: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tensors: tuple[CacheTensor, ...],
+        layers: int,
+        context: int,
+        last_only: bool = True,
+        with_hidden: bool = False,
+    ) -> None:
         super().__init__()
         self.model = model
-        self.layers, self.context = layers, context
+        self.layers, self.context, self.last_only, self.with_hidden = layers, context, last_only, with_hidden
         self.pooled = any(item.role == "index_packed" for item in tensors)
         self.names = tuple((item.layer, item.role, item.name) for item in tensors)
 
-    def forward(self, input_ids: Tensor, lengths: Tensor, cache: dict[str, Tensor]) -> Tensor:
+    def forward(self, input_ids: Tensor, lengths: Tensor, cache: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         """One step; see the class."""
         positions = Positions.after(lengths, input_ids.shape[1], self.context)
-        rebuilt = _Rows([_Layer(positions, lengths, self.pooled) for _ in range(self.layers)])
+        rebuilt = RowsCache([LayerRows(positions, lengths, self.pooled) for _ in range(self.layers)])
         for layer, role, name in self.names:
             rebuilt.layers[layer].tensors[role] = cache[name]
         model: Any = self.model
@@ -56,10 +66,14 @@ class RowsStep(nn.Module):
             "use_cache": True,
         }
         given["attention_mask"] = _Masks(positions.visible, self.pooled)
+        last = self.last_only and input_ids.shape[1] > 1
         if hasattr(model.model, "language_model"):
             hidden = model.model.language_model(**given).last_hidden_state
-            return model.lm_head(hidden[:, -1:] if hidden.shape[1] > 1 else hidden)
-        return model(**given, logits_to_keep=1 if input_ids.shape[1] > 1 else 0).logits
+            return model.lm_head(hidden[:, -1:] if last else hidden)
+        if self.with_hidden:
+            hidden = model.model(**given).last_hidden_state
+            return model.lm_head(hidden[:, -1:] if last else hidden), hidden
+        return model(**given, logits_to_keep=int(last)).logits
 
 
 class _Masks(dict[str, Any]):
@@ -74,7 +88,7 @@ class _Masks(dict[str, Any]):
             super().__init__(indexed_attention=mask, full_attention=mask, linear_attention=None)
 
 
-class _Layer:
+class LayerRows:
     """What a layer of transformers asks of its part of the cache."""
 
     def __init__(self, positions: Positions, lengths: Tensor, pooled: bool) -> None:
@@ -113,10 +127,10 @@ class _Layer:
         return window
 
 
-class _Rows:
+class RowsCache:
     """What a model of transformers asks of a cache."""
 
-    def __init__(self, layers: list[_Layer]) -> None:
+    def __init__(self, layers: Sequence[LayerRows] | Mapping[int, LayerRows]) -> None:
         self.layers = layers
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from kimigraph.capture.identity import call_digest, module_identity
 from kimigraph.capture.shape import StepShape
 from kimigraph.ir.errors import UsageError
 
+StepPart = Literal["step", "step_with_hidden", "draft_head"]
+"""What of a model generation asks for: its step, the same that also gives what its head reads, or the layer that
+guesses further tokens from that."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of one call."""
 
@@ -96,3 +99,23 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise UsageError(f"{path} names no model_type: it must be the config.json of a model")
     return document
+
+
+def vocabulary_size(document: dict[str, Any]) -> int:
+    """The tokens that the model of a configuration knows."""
+    return int(document["vocab_size"] if "vocab_size" in document else document["text_config"]["vocab_size"])
+
+
+def stop_ids(directory: Path, end: int | None) -> tuple[int, ...]:
+    """The tokens that end a text: of ``generation_config.json``, else of the configuration, and the tokenizer's."""
+    documents: list[dict[str, Any]] = []
+    path = directory / "generation_config.json"
+    if path.is_file():
+        documents.append(json.loads(path.read_text(encoding="utf-8")))
+    document = read_config(directory)
+    documents += [document, document.get("text_config", {})]
+    found = next((item["eos_token_id"] for item in documents if item.get("eos_token_id") is not None), [])
+    ids = set(found if isinstance(found, list) else [found])
+    if end is not None:
+        ids.add(end)
+    return tuple(sorted(ids))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kimigraph.adapters import transformers_models as adapter
 from kimigraph.adapters.transformers_cache import CacheTensor
+from kimigraph.adapters.transformers_draft_head import require_head
 from kimigraph.capture.example import StepExample, StepInput
 from kimigraph.capture.hints import CaptureHints, InputHint
 from kimigraph.capture.overrides import apply_overrides
@@ -29,16 +30,16 @@ def transformers_source(
     weight_seed: int | None,
     implementations: adapter.Implementations | None = None,
     rows: bool = False,
+    with_hidden: bool = False,
 ) -> ModelSource:
     """The source of a transformers model. ``weight_seed`` seeds its weights; None reads them from ``directory``.
 
     ``rows``: a step over rows of their own length (``kimigraph.capture.rows``), not over a static cache.
+    ``with_hidden``: such a step that also gives what the head reads, for a model with a multi-token-prediction layer.
     """
-    adapter.require_transformers(document["model_type"])
-    known = adapter.known_fields(document["model_type"])
-    document = apply_overrides(document, config.overrides, known, "text_config")
-    model_config = adapter.read_config(document, str(directory / "config.json"))
-    adapter.set_implementations(model_config, implementations or adapter.Implementations())
+    document, model_config = configuration(directory, document, config, implementations)
+    if with_hidden:
+        require_head(model_config, str(directory / "config.json"))
     text = adapter.text_config(model_config)
     shape = step_shape(config, text.max_position_embeddings)
     dtype = dtype_named(config.dtype or dtype_name(model_config.dtype or text.dtype or torch.float32))
@@ -46,10 +47,11 @@ def transformers_source(
     if rows:
         tensors = row_tensors(tensors)
         _check_rows(model_config, shape, tensors)
-    inputs = _inputs(text, shape, tensors, rows)
+    inputs = step_inputs(text, shape, tensors, rows)
+    headed = adapter.has_head(model_config)
     hints = CaptureHints(
         inputs={item.name: item.hint for item in inputs},
-        outputs=("logits" if adapter.has_head(model_config) else "hidden_states",),
+        outputs=("logits", "hidden_states") if with_hidden else (("logits",) if headed else ("hidden_states",)),
         prefix=adapter.PREFIX,
     )
     example = StepExample(shape, inputs, config.seed, partial(_settle_valid_flags, inputs))
@@ -57,15 +59,35 @@ def transformers_source(
         name=directory.resolve().name,
         model_type=document["model_type"],
         phase=config.phase,
-        load=partial(_load, directory, model_config, dtype, weight_seed, example, rows),
+        load=partial(_load, directory, model_config, dtype, weight_seed, example, rows, with_hidden),
         shape=shape,
         inputs=inputs,
         hints=hints,
-        document={**document, "dtype": dtype_name(dtype), **({"rows": True} if rows else {})},
+        document={
+            **document,
+            "dtype": dtype_name(dtype),
+            **({"rows": True} if rows else {}),
+            **({"with_hidden": True} if with_hidden else {}),
+        },
         random_weights=weight_seed is not None,
         weight_seed=weight_seed,
         notes=shape.notes(getattr(text, "index_topk", 0)),
     )
+
+
+def configuration(
+    directory: Path,
+    document: dict[str, Any],
+    config: CompileConfig,
+    implementations: adapter.Implementations | None = None,
+) -> tuple[dict[str, Any], Any]:
+    """``config.json`` with the overrides of ``config``, and transformers' object of it."""
+    adapter.require_transformers(document["model_type"])
+    known = adapter.known_fields(document["model_type"])
+    document = apply_overrides(document, config.overrides, known, "text_config")
+    model_config = adapter.read_config(document, str(directory / "config.json"))
+    adapter.set_implementations(model_config, implementations or adapter.Implementations())
+    return document, model_config
 
 
 def _check_rows(model_config: Any, shape: StepShape, tensors: tuple[CacheTensor, ...]) -> None:
@@ -74,7 +96,8 @@ def _check_rows(model_config: Any, shape: StepShape, tensors: tuple[CacheTensor,
     if shape.batch > 1 and shape.tokens > 1 and any(item.role == "index_packed" for item in tensors):
         raise UsageError(
             f"--batch {shape.batch} with --tokens {shape.tokens}: rows of their own length take several tokens one row "
-            f"at a time in model_type {model_config.model_type!r}, whose indexer pools keys"
+            f"at a time in model_type {model_config.model_type!r}, whose indexer pools keys: give one row (--batch 1, "
+            "and for drafts --max-batch 1)"
         )
 
 
@@ -85,19 +108,23 @@ def _load(
     weight_seed: int | None,
     example: StepExample,
     rows: bool,
+    with_hidden: bool,
     device: str,
 ) -> Loaded:
     model = adapter.empty_model(model_config, dtype, "meta" if device == "meta" else "cpu")
+    shape, text = example.shape, adapter.text_config(model_config)
     if device == "cpu":
         if weight_seed is None:
-            load_module(model, directory, layout_of(model_config.model_type))
+            first = text.num_hidden_layers
+            further = range(first, first + (getattr(text, "num_nextn_predict_layers", None) or 0))
+            load_module(model, directory, layout_of(model_config.model_type).without_layers(further))
         else:
             seed_weights(model, weight_seed)
-    shape, text = example.shape, adapter.text_config(model_config)
     has_state = shape.phase == "decode"
     cache, items = adapter.new_cache(text, shape.batch, shape.context, dtype, has_state)
     if rows:
-        module = RowsStep(model, row_tensors(items), text.num_hidden_layers, shape.context)
+        last_only = shape.phase != "verify"
+        module = RowsStep(model, row_tensors(items), text.num_hidden_layers, shape.context, last_only, with_hidden)
     else:
         module = adapter.TransformersStep(model, cache, items)
     leading = ("input_ids", "lengths") if rows else ("input_ids",)
@@ -109,7 +136,8 @@ def _load(
     return Loaded(module, arguments)
 
 
-def _inputs(text: Any, shape: StepShape, tensors: tuple[CacheTensor, ...], rows: bool) -> tuple[StepInput, ...]:
+def step_inputs(text: Any, shape: StepShape, tensors: tuple[CacheTensor, ...], rows: bool) -> tuple[StepInput, ...]:
+    """Tokens, lengths where rows have their own, and caches."""
     ids = InputHint("input", (0, text.vocab_size))
     inputs = [StepInput("input_ids", (shape.batch, shape.tokens), torch.int64, ids)]
     if rows:

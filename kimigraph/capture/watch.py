@@ -42,11 +42,13 @@ class StateWatch:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype or a.device.type == "meta":
         return a.shape == b.shape and a.dtype == b.dtype
-    return (
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-        if a.dim()
-        else torch.equal(a.reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8))
-    )
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().reshape(-1)
+    # A single element may have any stride and count as contiguous, but bytes are seen where the stride is one.
+    return (flat if flat.numel() > 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def reachable_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -101,6 +101,13 @@ def _compile(
         typer.Option(help="Run a decode step as two interleaved halves of its batch: auto where that pays."),
     ] = "auto",
     tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Share heads and widths out among N ranks.")] = 1,
+    sp: Annotated[
+        int,
+        typer.Option("--sp", min=1, metavar="N", help="Share each sequence's caches out among N times as many ranks."),
+    ] = 1,
+    pp: Annotated[
+        int, typer.Option("--pp", min=1, metavar="N", help="Share layers out among N stages, one artifact each.")
+    ] = 1,
     max_shapes: Annotated[int, typer.Option(min=1, metavar="N", help="Shapes that one call may ask for.")] = MAX_SHAPES,
     jobs: Annotated[
         int | None,
@@ -172,6 +179,8 @@ def configurations(options: dict[str, Any]) -> list[CompileConfig]:
         force_streams=options["force_streams"],
         half_batches=options["half_batches"],
         tp=options["tp"],
+        pp=options["pp"],
+        sp=options["sp"],
         cache=options["cache"],
         verify=options["verify"],
         reference=options["reference"],

@@ -77,7 +77,10 @@ def _generate(
     ] = False,
     draft: Annotated[
         str | None,
-        typer.Option(metavar="SOURCE|ngram", help="Guess tokens and verify them together: a smaller model, or ngram."),
+        typer.Option(
+            metavar="SOURCE|ngram|mtp",
+            help="Guess tokens and verify them together: a smaller model, ngram, or mtp, the model's own layer for it.",
+        ),
     ] = None,
     draft_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to guess in a step.")] = 4,
     state_log: Annotated[
@@ -89,8 +92,22 @@ def _generate(
     tp: Annotated[
         int, typer.Option("--tp", min=1, metavar="N", help="Processes, one a GPU, that share out heads and widths.")
     ] = 1,
+    sp: Annotated[
+        int,
+        typer.Option(
+            "--sp", min=1, metavar="N", help="Times as many processes, which share out each sequence's cache."
+        ),
+    ] = 1,
     dp: Annotated[
         int, typer.Option("--dp", min=1, metavar="N", help="Replicas, each on its own ranks, that share out prompts.")
+    ] = 1,
+    pp: Annotated[
+        int,
+        typer.Option("--pp", min=1, metavar="N", help="Stages of layers, one behind the other, each on --tp ranks."),
+    ] = 1,
+    micro_batches: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Parts of a step's sequences that go through the stages (--pp) in turn."),
     ] = 1,
     cache: Annotated[Literal["use", "off", "readonly", "refresh"], typer.Option(help="The compile cache.")] = "use",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document when all is done.")] = False,
@@ -105,15 +122,16 @@ def _generate(
       kimigraph generate ./checkpoint --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1
       kimigraph generate ./checkpoint --prompt "Once upon a time" --draft ngram --draft-tokens 7
       kimigraph generate ./checkpoint --prompt "Once upon a time" --tp 2
+      kimigraph generate ./checkpoint --prompt "Once upon a time" --pp 2 --tp 2
       torchrun --nproc-per-node 2 -m kimigraph generate ./checkpoint --prompt "Once upon a time" --tp 2
     """
-    _check_ranks(tp, cache, draft)
-    if tp * dp > 1 and env.started_ranks() is None:
+    mesh, place = DeviceMesh(dp=dp, pp=pp, sp=sp, tp=tp), (env.started_ranks() or (0, 1))[0]
+    _check_ranks(mesh, cache, draft)
+    if mesh.size > 1 and env.started_ranks() is None:
         from kimigraph.runtime.parallel.launch import launch
 
-        launch(tp * dp, sys.argv[1:])
+        launch(mesh.size, sys.argv[1:])
         return
-    mesh, place = DeviceMesh(dp=dp, tp=tp), (env.started_ranks() or (0, 1))[0]
     asked: list[str | list[int]] = [*(prompt or []), *map(_ids, prompt_ids or [])]
     if not asked:
         raise UsageError("no prompt was given: use --prompt-ids 1,2,3, or --prompt TEXT with a tokenizer")
@@ -132,6 +150,9 @@ def _generate(
         cache_layout=cache_layout,
         pages=pages,
         tp=tp,
+        sp=sp,
+        pp=pp,
+        micro_batches=micro_batches,
     )
     started = time.perf_counter()
     with progress() as notify:
@@ -140,7 +161,7 @@ def _generate(
         from kimigraph.runtime.parallel import join_ranks, of_all_replicas
         from kimigraph.session import resolve_target
 
-        join_ranks(tp, resolve_target(target), dp)
+        join_ranks(mesh, resolve_target(target))
         own = asked[mesh.place(place)[0] :: dp] if mesh.size > 1 else asked
 
         stops = () if no_stop and not stop_id else tuple(stop_id) if stop_id else None
@@ -161,7 +182,7 @@ def _generate(
     ready = time.perf_counter()
     completions = _run(generator, prompts, sampling, as_json or mesh.size > 1) if own else []
     seconds = {"prepare": ready - started, "generate": time.perf_counter() - ready}
-    completions = _in_order(of_all_replicas(completions, tp, dp), len(asked))
+    completions = _in_order(of_all_replicas(completions, mesh.size // dp, dp), len(asked))
     if mesh.size > 1 and place > 0:
         return
     if mesh.size > 1 and not as_json:
@@ -178,14 +199,13 @@ def _in_order(parts: list[list[dict[str, Any]]], count: int) -> list[dict[str, A
     return [parts[number % len(parts)][number // len(parts)] for number in range(count)]
 
 
-def _check_ranks(tp: int, cache: str, draft: str | None) -> None:
+def _check_ranks(mesh: DeviceMesh, cache: str, draft: str | None) -> None:
     """What several ranks cannot do; UsageError that says what to leave out."""
-    if tp > 1 and draft is not None:
-        raise UsageError(f"--tp {tp} with --draft is not possible: leave out one of them")
-    if tp > 1 and cache not in ("use", "refresh"):
-        raise UsageError(
-            f"--tp {tp} with --cache {cache}: ranks take programs from the compile cache; use or refresh it"
-        )
+    told = " ".join(f"--{dim} {size}" for dim, size in mesh.sizes.items() if size > 1 and dim != "dp")
+    if mesh.sp * mesh.pp > 1 and draft is not None:
+        raise UsageError(f"{told} with --draft is not possible: leave out one of them, or share out by --tp alone")
+    if mesh.ways > 1 and cache not in ("use", "refresh"):
+        raise UsageError(f"{told} with --cache {cache}: ranks take programs from the compile cache; use or refresh it")
 
 
 def _ids(text: str) -> list[int]:
@@ -254,7 +274,7 @@ def _document(
         "completions": completions,
         "programs": [
             {"shape_key": report.shape_key, "cache": report.cache["status"], "fusions": report.fusions}
-            for report in (*generator.programs.reports.values(), *generator.programs.verifying.reports.values())
+            for report in generator.programs.all_reports()
         ],
         "speculation": _speculation(generator),
         "tokens": {"read": generator.engine.read, "made": generator.engine.made},

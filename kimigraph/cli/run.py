@@ -12,6 +12,9 @@ from kimigraph.cli.errors import fail, reports_errors
 from kimigraph.ir import env
 from kimigraph.ir.errors import CorruptArtifactError, NumericsError, UsageError
 
+MANIFEST, FIRST_STAGE = "manifest.json", "stage-0"
+"""What tells an artifact from the directory of a pipeline, read without torch."""
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
@@ -41,6 +44,8 @@ def _run(
 ) -> None:
     """Run one step of ARTIFACT and print a checksum per output.
 
+    Of a pipeline each rank runs its stage, and without torchrun one process all of them in turn.
+
     A checksum is the sum, the sum of magnitudes and a dot product with a seeded vector. With seeded weights and inputs
     the checksums must be those of the manifest (exit code 3 when not).
 
@@ -48,13 +53,17 @@ def _run(
       kimigraph run k31_tiny-decode-b2-t1-c256 --repeat 3
       kimigraph run k31_tiny-decode-b2-t1-c256 --repeat 3 --trace run.json
     """
-    if artifact_target(artifact) == "cpu":
+    pipeline = not (artifact / MANIFEST).exists() and (artifact / FIRST_STAGE / MANIFEST).exists()
+    if artifact_target(artifact / FIRST_STAGE if pipeline else artifact) == "cpu":
         env.enable_interpreter()  # before the first import of triton, which the next line may bring
     with reading("reading weights") as watch:
-        from kimigraph.run import run_artifact
+        if pipeline:
+            from kimigraph.tools.run_stages import run_stages as run
+        else:
+            from kimigraph.run import run_artifact as run
 
         with _traced(trace):
-            result = run_artifact(artifact, weights, inputs, repeat, watch, cuda_graph)
+            result = run(artifact, weights, inputs, repeat, watch, cuda_graph)
     if (env.started_ranks() or (0, 1))[0] > 0:
         pass  # the first rank tells
     elif as_json:
@@ -75,7 +84,7 @@ def _traced(path: Path | None) -> AbstractContextManager[None]:
 
 def artifact_target(directory: Path) -> str:
     """The target that the manifest in ``directory`` names, read without torch."""
-    manifest = directory / "manifest.json"
+    manifest = directory / MANIFEST
     if not manifest.is_file():
         raise UsageError(
             f"{directory} is no artifact (it has no manifest.json): name a directory that `kimigraph compile` wrote"

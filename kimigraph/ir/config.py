@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from kimigraph.ir.mesh import DeviceMesh
+
 Phase = Literal["decode", "prefill", "verify"]
 ONNXRUNTIME = "cpu:onnxruntime"
 TARGETS = ("auto", "cpu", "cpu:reference", ONNXRUNTIME, "cuda", "cuda:sm_90")
@@ -30,6 +32,10 @@ class CompileConfig:
     ``cache_layout`` is ``model`` (caches as the model has them) or ``paged``: pages of ``page_size`` tokens under one
     block table, ``pages`` of them beside the scratch page (None: as many as ``batch`` full sequences have).
     ``tp`` ranks share out heads, widths and vocabulary of one program (``passes.shard``).
+    ``sp`` times as many share out the tokens of caches (``passes.prune_index_exchange``), pages having ``page_size``
+    tokens on each of them.
+    ``pp`` stages share out its layers (``passes.split_stages``), and ``stage`` is the one that is compiled. A step of a
+    pipeline is taken in up to ``micro_batches`` parts of its rows, so that stages work at the same time.
     ``state_log`` is the number of decoded tokens after which a step writes recurrent states, logging what is between.
     ``reference`` is what ``verify`` compares with: the eager model, or onnxruntime on the captured graph.
     A shape field that is None takes the default of ``kimigraph compile`` (decode: 1 token; prefill: tokens = context;
@@ -61,6 +67,10 @@ class CompileConfig:
     pages: int | None = None
     state_log: int = 1
     tp: int = 1
+    sp: int = 1
+    pp: int = 1
+    stage: int = 0
+    micro_batches: int = debug_only(1)
     max_shapes: int = debug_only(MAX_SHAPES)
     cuda_graph: bool = debug_only(False)
     max_graphs: int = debug_only(MAX_GRAPHS)
@@ -71,6 +81,16 @@ class CompileConfig:
     time_passes: bool = debug_only(False)
     dump_passes: str | None = debug_only(None)
     report: bool = debug_only(True)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks of one replica; UsageError for a size that no mesh has."""
+        return DeviceMesh(pp=self.pp, tp=self.tp, sp=self.sp)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page, on all ranks that share it out."""
+        return self.page_size * self.sp
 
     def key_fields(self) -> dict[str, Any]:
         """The fields that enter the cache key, by name."""

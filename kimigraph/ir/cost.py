@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 
 from kimigraph.ir.device import Device
 from kimigraph.ir.launches import launches_of
+from kimigraph.ir.open_sizes import most
 from kimigraph.ir.operators import cost_of, operator_of
 from kimigraph.ir.purity import mutated_arguments, region_module
 
@@ -115,9 +116,17 @@ def graph_seconds(graph: Graph, device: Device) -> dict[str, float]:
 def touched_bytes(value: Any) -> int:
     """Bytes of the elements of a tensor or of several; what an expanded tensor repeats counts once."""
     return sum(
-        prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step) * tensor.element_size()
+        prod(
+            size for size, step in zip(sizes_of(tensor), tensor.stride(), strict=True) if type(step) is not int or step
+        )
+        * tensor.element_size()
         for tensor in _tensors(value)
     )
+
+
+def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The sizes of a tensor; of one that the run alone knows, the largest that it may be."""
+    return tuple(most(size) for size in tensor.shape)
 
 
 @dataclass(frozen=True)
@@ -161,21 +170,21 @@ def _semantic(node: Node) -> _Traffic:
 def _flops(node: Node, name: str) -> dict[str, int]:
     inputs = [tensor for source in node.all_input_nodes for tensor in _tensors(source.meta.get("val"))]
     outputs = _tensors(node.meta.get("val"))
-    elements = sum(prod(tensor.shape) for tensor in outputs)
+    elements = sum(prod(sizes_of(tensor)) for tensor in outputs)
     counted: dict[str, Callable[[], int]] = {
         "scaled_dot_product_attention": lambda: _attention_flops(*inputs[:3]) if len(inputs) >= 3 else elements,
-        "conv1d": lambda: 2 * elements * prod(inputs[1].shape[1:]) if len(inputs) >= 2 else elements,
+        "conv1d": lambda: 2 * elements * prod(sizes_of(inputs[1])[1:]) if len(inputs) >= 2 else elements,
     }
     if name in _PRODUCTS and inputs and outputs:
         left = inputs[1] if name in ("addmm", "baddbmm") and len(inputs) > 2 else inputs[0]
-        return {_unit(node): 2 * elements * left.shape[-1]}
+        return {_unit(node): 2 * elements * most(left.shape[-1])}
     if name in counted:
         return {_unit(node): counted[name]()}
-    return {VECTOR: max([elements, *(prod(tensor.shape) for tensor in inputs)] if _reduces(name) else [elements])}
+    return {VECTOR: max([elements, *(prod(sizes_of(tensor)) for tensor in inputs)] if _reduces(name) else [elements])}
 
 
 def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    return 2 * prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+    return 2 * prod(sizes_of(q)[:-1]) * most(k.shape[-2]) * (q.shape[-1] + v.shape[-1])
 
 
 def _reduces(name: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch.utils import _pytree as pytree
 
 from kimigraph.ir.errors import CorruptArtifactError
+from kimigraph.ir.mesh import DeviceMesh
 from kimigraph.ir.program import InputSpec, OutputSpec
 
 SCHEMA_VERSION = 1
@@ -146,7 +147,12 @@ class Manifest:
     @property
     def ways(self) -> int:
         """The ranks that run the program together."""
-        return int(self.info.get("mesh", {}).get("tp", 1))
+        return self.mesh.size
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of these ranks."""
+        return DeviceMesh(**self.info.get("mesh", {}))
 
     @property
     def random_weights(self) -> bool:

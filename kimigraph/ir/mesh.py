@@ -6,6 +6,10 @@ from kimigraph.ir.errors import UsageError
 
 TP_GROUP = "kimigraph.tp"
 """The process group of tensor parallel ranks, as collectives in a graph name it."""
+PP_GROUP = "kimigraph.pp"
+"""That of the stages of one pipeline, in their order."""
+SP_GROUP = "kimigraph.sp"
+"""That of ranks among which a sequence is shared out."""
 
 
 COLLECTIVES = "_c10d_functional"
@@ -16,30 +20,45 @@ COLLECTIVES = "_c10d_functional"
 class DeviceMesh:
     """Sizes of a mesh of ranks, the outermost dim first: neighbouring ranks are of one ``tp`` group.
 
-    ``dp`` replicas, each of ``pp`` stages of layers, each stage on ``tp`` ranks that share out heads and widths. ``sp``
-    shares out the sequence over ranks of the ``tp`` dim, and adds none.
+    ``dp`` replicas, each of ``pp`` stages of layers, each stage on ``sp`` times ``tp`` ranks: ``sp`` share out the
+    sequence, ``tp`` heads and widths. With ``over_tp`` it is the ranks of ``tp`` that share out the sequence, too, and
+    ``sp`` adds none: ``docs/scale.md`` prices that form, and no pass makes it.
     """
 
     dp: int = 1
     pp: int = 1
     tp: int = 1
     sp: int = 1
+    over_tp: bool = False
 
     def __post_init__(self) -> None:
         for field, size in zip(fields(self), astuple(self), strict=True):
-            if size < 1:
+            if size < 1 and field.name != "over_tp":
                 raise UsageError(f"{field.name} {size}: a mesh has at least one rank in each dim")
-        if self.tp % self.sp:
+        if self.over_tp and self.tp % self.sp:
             raise UsageError(f"sp {self.sp}: it shares out the sequence over the {self.tp} ranks of tp; divide them")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each dim of ranks, the outermost first."""
+        return {"dp": self.dp, "pp": self.pp, "sp": 1 if self.over_tp else self.sp, "tp": self.tp}
 
     @property
     def size(self) -> int:
         """Ranks in all."""
-        return self.dp * self.pp * self.tp
+        return self.dp * self.pp * self.sizes["sp"] * self.tp
 
-    def place(self, rank: int) -> tuple[int, int, int]:
-        """The place (dp, pp, tp) of a rank."""
+    @property
+    def ways(self) -> int:
+        """Ranks that run one program together: those of a stage."""
+        return self.size // (self.dp * self.pp)
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """The place of a rank in each of ``sizes``."""
         if not 0 <= rank < self.size:
             raise UsageError(f"rank {rank} is not in a mesh of {self.size} ranks")
-        outer, tp = divmod(rank, self.tp)
-        return (*divmod(outer, self.pp), tp)
+        found: list[int] = []
+        for size in reversed(self.sizes.values()):
+            rank, place = divmod(rank, size)
+            found.append(place)
+        return tuple(reversed(found))

@@ -70,9 +70,14 @@ def print_program(
             print_heading(title, *([textwrap.fill(note, _WIDTH)] if note else []), _USAGE) + "\n\n" + PRINTED_IMPORTS,
             print_tables(program),
             print_functions(program, "step", "One step; caches change in place.", known),
-            _MAIN + "\n",
+            _main(program) + "\n",
         ]
     )
+
+
+def _main(program: CapturedProgram) -> str:
+    mesh = program.info.get("mesh")
+    return _MAIN.replace("CONSTANTS)", f"CONSTANTS, mesh={mesh})") if mesh else _MAIN
 
 
 def print_heading(*paragraphs: str) -> str:

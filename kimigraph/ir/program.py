@@ -23,7 +23,8 @@ class InputSpec:
     updated in place by the step. ``value_range`` (low inclusive, high exclusive) bounds integer inputs for seeded
     tensors. ``descriptor`` is the text form of a cache's descriptor (``kimigraph.ir.descriptors``), empty for others.
     ``parts`` are source and dtype of the captured caches whose values a quantised cache holds, in the order of its row.
-    ``share`` (the fields of a ``Share``): of the tensor outside each rank has a part, and ``shape`` is that part's.
+    ``share`` (the fields of a ``Share``): of the tensor outside each rank has a part, and ``shape`` is that part's;
+    which one, ``part_of`` says: neighbouring ranks have the same one, ``share_step`` of them.
     """
 
     name: str
@@ -37,6 +38,7 @@ class InputSpec:
     descriptor: str = ""
     parts: tuple[tuple[str, str], ...] = ()
     share: tuple[int, int, int] | None = None
+    share_step: int = 1
 
     @property
     def shared(self) -> Share | None:
@@ -47,6 +49,14 @@ class InputSpec:
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of the tensor outside."""
         return self.shape if self.shared is None else self.shared.whole(self.shape)
+
+    def part_of(self, rank: int) -> int:
+        """The number of the part that ``rank`` of the program has."""
+        return rank // self.share_step % (1 if self.share is None else Share(*self.share).ways)
+
+    def taken(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """What ``rank`` has of the tensor outside."""
+        return whole if self.shared is None else self.shared.take(whole, self.part_of(rank))
 
     @property
     def bound(self) -> bool:

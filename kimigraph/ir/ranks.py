@@ -1,10 +1,14 @@
-"""Processes that run one program together: their group, by the name that collectives of the graph say.
+"""Processes that run one program together: their groups, by the names that collectives of the graph say.
 
 An artifact of several ranks carries this file's text as ``support/ranks.py``, so it imports torch alone.
 """
 
+import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from importlib import import_module
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -13,27 +17,45 @@ import torch.distributed as dist
 PATIENCE = timedelta(hours=1)
 """How long ranks wait for one that compiles. Who waits for one that died is stopped by torchrun, long before."""
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+ALL_RANKS = "kimigraph.ranks"
+"""The group of all ranks of a program; those along one dim of a mesh are ``kimigraph.<dim>``."""
+REPLICAS, STAGES = "dp", "pp"
+"""The dims of a mesh of which each place runs a program for itself: the same one, or that of its stage."""
 
 
-def join(name: str, ways: int, device: str, replicas: int = 1) -> int:
-    """Make this process one of the ``ways`` ranks of group ``name``, and return its rank there.
-
-    Neighbouring processes are a group; there are ``replicas`` of them, each for itself.
+def join(mesh: Mapping[str, int], device: str) -> int:
+    """Make this process one of the ranks of ``mesh`` (sizes by dim, the outermost first); its rank in its program.
 
     torchrun says who the others are (``env://``). ``device`` is ``cpu`` (Gloo) or ``cuda`` (NCCL): the ranks of a
     machine take its GPUs in turn. A process that has joined stays. ValueError where there are more or fewer ranks.
     """
+    size, replicas = prod(mesh.values()), mesh.get(REPLICAS, 1)
     if not dist.is_initialized():
         dist.init_process_group(_BACKENDS[device], timeout=PATIENCE)
         if device == "cuda":
             torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    if dist.get_world_size() != ways * replicas:
-        told = f"{replicas} times {ways}" if replicas > 1 else str(ways)
+    if dist.get_world_size() != size:
+        told = f"{replicas} times {size // replicas}" if replicas > 1 else str(size)
         raise ValueError(f"the program is for {told} ranks, and {dist.get_world_size()} were started")
-    if not has_joined(name):
-        groups = [dist.new_group(list(range(first, first + ways))) for first in range(0, ways * replicas, ways)]
-        _registry()["_register_process_group"](name, groups[dist.get_rank() // ways])
-    return rank_in(name)
+    if not has_joined(ALL_RANKS):
+        dims = {ALL_RANKS: tuple(dim for dim in mesh if dim not in (REPLICAS, STAGES))}
+        dims |= {f"kimigraph.{dim}": (dim,) for dim in mesh if dim != REPLICAS and mesh[dim] > 1}
+        made: dict[tuple[int, ...], Any] = {}
+        for name, along in dims.items():
+            for members in neighbours(mesh, along):
+                made[members] = made.get(members) or dist.new_group(list(members))
+                if dist.get_rank() in members:
+                    _registry()["_register_process_group"](name, made[members])
+    return rank_in(ALL_RANKS)
+
+
+def neighbours(mesh: Mapping[str, int], along: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """All sets of ranks of ``mesh`` that differ in the dims ``along`` alone, each in order."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(product(*map(range, mesh.values()))):
+        rest = tuple(at for dim, at in zip(mesh, place, strict=True) if dim not in along)
+        found.setdefault(rest, []).append(rank)
+    return [tuple(members) for members in found.values()]
 
 
 def rank_in(name: str) -> int:
@@ -46,7 +68,7 @@ def group_of(name: str) -> Any:
     return _registry()["_resolve_process_group"](name)
 
 
-def has_joined(name: str) -> bool:
+def has_joined(name: str = ALL_RANKS) -> bool:
     """Whether collectives of group ``name`` can run in this process."""
     try:
         group_of(name)
@@ -68,15 +90,19 @@ def own_rows(x: torch.Tensor, ways: int, name: str) -> torch.Tensor:
     return rows_of(x, ways, rank_in(name))
 
 
-def whole_of(part: torch.Tensor, ways: int, name: str) -> list[torch.Tensor]:
-    """What all ``ways`` ranks of group ``name`` have of a tensor, in their order; every one of them must ask."""
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ways)]
-    dist.all_gather(parts, part.contiguous(), group_of(name))
-    return parts
+def whole_of(part: torch.Tensor, ways: int, step: int = 1) -> list[torch.Tensor]:
+    """What ``ways`` ranks of the program have of a tensor, every ``step``-th one, in order; every rank must ask."""
+    group = group_of(ALL_RANKS)
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.contiguous(), group)
+    return parts[: ways * step : step]
 
 
 def leave() -> None:
     """End the group; collectives that are under way end first."""
+    memory = sys.modules.get("torch.distributed._symmetric_memory")
+    if memory is not None and vars(memory).pop("kimigraph_rooms", None):  # of rank_sum and rank_gather
+        torch.cuda.synchronize()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -27,6 +27,7 @@ _VIEW_METHODS = frozenset([
 ])
 # fmt: on
 _EFFECT_NAMES = ("_functional_assert_async", "_functional_assert_scalar", "_functional_sym_constrain_range")
+_COMMUNICATING = ("exchange_picks", "rank_gather", "rank_sum")
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 
 
@@ -99,7 +100,8 @@ def is_pure_call(node: Node, target: OpOverload) -> bool:
 
 def has_effect(node: Node, target: OpOverload) -> bool:
     """Whether the call does something besides its result and its writes: communication, randomness, an assertion."""
-    if target.namespace in _COLLECTIVES or target.name().partition("::")[2].partition(".")[0] in _EFFECT_NAMES:
+    name = target.name().partition("::")[2].partition(".")[0]
+    if target.namespace in _COLLECTIVES or name in (*_EFFECT_NAMES, *_COMMUNICATING):
         return True
     # Tags of newer releases are looked up by name.
     hidden = getattr(torch.Tag, "maybe_aliasing_or_mutating", None)

@@ -11,7 +11,6 @@ import torch
 
 from kimigraph.ir.cache_formats import pack, unpack
 from kimigraph.ir.descriptors import parse_descriptor
-from kimigraph.ir.mesh import TP_GROUP
 from kimigraph.ir.program import BLOCK_TABLE, InputSpec
 from kimigraph.ir.ranks import join, leave, whole_of
 from kimigraph.ir.seeded import checksum, seeded_tensor
@@ -26,6 +25,7 @@ def main(
     outputs: Sequence[str],
     constants: Mapping[str, torch.Tensor],
     arguments: Sequence[str] | None = None,
+    mesh: Mapping[str, int] | None = None,
 ) -> None:
     """Read the command line, run ``step`` once and print ``<name> <sum> <magnitudes> <dot>`` lines.
 
@@ -38,8 +38,7 @@ def main(
     parser.add_argument("--weights", type=Path, help="directory whose *.safetensors hold the weights")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tensors (default: 0)")
     options = parser.parse_args(arguments)
-    ways = next((spec.shared.ways for spec in inputs if spec.shared is not None), 1)
-    rank = join(TP_GROUP, ways, "cpu") if ways > 1 else 0
+    rank = join(mesh, "cpu") if mesh else 0
     tensors = make_inputs(inputs, constants, options.seed, rank=rank)
     tensors = [seeded_cache(spec, options.seed) if spec.parts else t for spec, t in zip(inputs, tensors, strict=True)]
     if options.weights:
@@ -48,7 +47,9 @@ def main(
     found = {name: value for name, value in zip(outputs, results, strict=True) if isinstance(value, torch.Tensor)}
     for spec, value in zip(inputs, tensors, strict=True):
         if spec.mutated:
-            whole = value if spec.shared is None else spec.shared.join(whole_of(value, ways, TP_GROUP))
+            whole = (
+                value if spec.shared is None else spec.shared.join(whole_of(value, spec.shared.ways, spec.share_step))
+            )
             found |= unpack(spec, whole) if spec.parts else {spec.source: whole}
     for name, value in found.items() if rank == 0 else ():
         print(name, *map(repr, checksum(name, value, options.seed)))
@@ -85,7 +86,7 @@ def seeded_input(spec: InputSpec, seed: int, rank: int = 0) -> torch.Tensor:
         return pages.reshape(spec.shape).to(getattr(torch, spec.dtype))
     dtype = getattr(torch, spec.dtype)
     values = seeded_tensor(spec.source, spec.whole_shape, dtype, spec.kind, seed, spec.value_range)
-    return values if spec.shared is None else spec.shared.take(values, rank)
+    return spec.taken(values, rank)
 
 
 def seeded_cache(spec: InputSpec, seed: int) -> torch.Tensor:
@@ -112,12 +113,11 @@ def with_strides(values: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 def bind_weights(directory: Path, inputs: Sequence[InputSpec], tensors: Sequence[torch.Tensor], rank: int = 0) -> None:
     """Overwrite weights and buffers with those of ``directory/*.safetensors``, found by source name."""
     wanted = {spec.source: tensor for spec, tensor in zip(inputs, tensors, strict=True) if spec.bound}
-    shared = {spec.source: spec.shared for spec in inputs if spec.shared is not None}
+    specs = {spec.source: spec for spec in inputs}
     missing = {spec.source for spec in inputs if spec.kind == "weight"}
     for path in sorted(directory.glob("*.safetensors")):
         for name, value in read_tensors(path, wanted.keys()):
-            share = shared.get(name)
-            value = value if share is None else share.take(value, rank)
+            value = specs[name].taken(value, rank)
             if value.shape != wanted[name].shape:
                 raise SystemExit(f"{path}: {name} is {list(value.shape)}, the program wants {list(wanted[name].shape)}")
             wanted[name].copy_(value)

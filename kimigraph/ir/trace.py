@@ -11,7 +11,9 @@ from typing import Any, cast
 
 from kimigraph.ir.errors import UsageError
 
-SCHEMA = 1
+SCHEMA = 2
+FIRST_SCHEMA = 1
+"""Lanes were the numbers of threads then. It is still read."""
 FILE = "schedule.json"
 KERNEL, BUBBLE = "kernel", "bubble"
 
@@ -72,7 +74,8 @@ def timeline(tracks: list[Track]) -> dict[str, Any]:
     arrows = 0
     for pid, track in enumerate(tracks, 1):
         events.append(_meta("process_name", pid, 0, track.title))
-        events += [_meta("thread_name", pid, lane, name) for lane, name in sorted(track.lanes.items())]
+        for lane, name in sorted(track.lanes.items()):
+            events += [_meta("thread_name", pid, lane, name), _sorted(pid, lane)]
         events += [_span(pid, span) for span in track.spans]
         for first, second in track.arrows:
             arrows += 1
@@ -97,11 +100,13 @@ def read_timeline(path: Path) -> list[Track]:
     """The tracks of a file that ``write_timeline`` wrote; UsageError when it is none."""
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
-        if document["otherData"]["schema"] != SCHEMA:
+        schema = document["otherData"]["schema"]
+        if schema not in (FIRST_SCHEMA, SCHEMA):
             raise ValueError(f"its schema is not {SCHEMA}")
         told: list[dict[str, Any]] = document["otherData"]["tracks"]
         events = cast("list[dict[str, Any]]", document["traceEvents"])
-        return [_track(number, dict(facts), events) for number, facts in enumerate(told, 1)]
+        firsts = [_thread(number, 0) if schema == SCHEMA else 0 for number in range(1, len(told) + 1)]
+        return [_track(number, firsts[number - 1], dict(facts), events) for number, facts in enumerate(told, 1)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{path} is no timeline of kimigraph ({type(error).__name__}: {error}): `kimigraph compile` writes one as "
@@ -109,11 +114,11 @@ def read_timeline(path: Path) -> list[Track]:
         ) from None
 
 
-def _track(pid: int, facts: dict[str, Any], events: list[dict[str, Any]]) -> Track:
+def _track(pid: int, first: int, facts: dict[str, Any], events: list[dict[str, Any]]) -> Track:
     own = [event for event in events if event["pid"] == pid]
-    lanes = {event["tid"]: event["args"]["name"] for event in own if event["name"] == "thread_name"}
+    lanes = {event["tid"] - first: event["args"]["name"] for event in own if event["name"] == "thread_name"}
     spans = [
-        Span(event["name"], event["tid"], event["ts"], event["dur"], event["cat"], event["args"])
+        Span(event["name"], event["tid"] - first, event["ts"], event["dur"], event["cat"], event["args"])
         for event in own
         if event["ph"] == "X"
     ]
@@ -121,19 +126,31 @@ def _track(pid: int, facts: dict[str, Any], events: list[dict[str, Any]]) -> Tra
     return Track(facts.pop("title"), lanes, tuple(spans), arrows, facts)
 
 
+def _thread(pid: int, lane: int) -> int:
+    """The thread that a lane is: Perfetto takes thread 0, and the one of its process' number, for the same thread."""
+    return 1000 * pid + lane
+
+
 def _meta(name: str, pid: int, lane: int, text: str) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": pid, "tid": lane, "args": {"name": text}}
+    return {"ph": "M", "name": name, "pid": pid, "tid": _thread(pid, lane), "args": {"name": text}}
+
+
+def _sorted(pid: int, lane: int) -> dict[str, Any]:
+    event = _meta("thread_sort_index", pid, lane, "")
+    return {**event, "args": {"sort_index": lane}}
 
 
 def _span(pid: int, span: Span) -> dict[str, Any]:
-    times = {"ts": round(span.start, 3), "dur": round(span.length, 3)}
+    # Perfetto counts whole nanoseconds, and drops a span that begins before the one before it on its lane has ended.
+    start, end = round(span.start, 3), round(span.end, 3)
+    times = {"ts": start, "dur": round(end - start, 3)}
     color = {"cname": "grey"} if span.kind == BUBBLE else {}
     return {
         "ph": "X",
         "name": span.name,
         "cat": span.kind,
         "pid": pid,
-        "tid": span.lane,
+        "tid": _thread(pid, span.lane),
         **times,
         **color,
         "args": span.facts,
@@ -143,6 +160,6 @@ def _span(pid: int, span: Span) -> dict[str, Any]:
 def _arrow(pid: int, number: int, first: Span, second: Span) -> list[dict[str, Any]]:
     common = {"name": "wait", "cat": "wait", "id": number, "pid": pid}
     return [
-        {"ph": "s", **common, "tid": first.lane, "ts": round(max(first.start, first.end - 0.001), 3)},
-        {"ph": "f", "bp": "e", **common, "tid": second.lane, "ts": round(second.start + 0.001, 3)},
+        {"ph": "s", **common, "tid": _thread(pid, first.lane), "ts": round(max(first.start, first.end - 0.001), 3)},
+        {"ph": "f", "bp": "e", **common, "tid": _thread(pid, second.lane), "ts": round(second.start + 0.001, 3)},
     ]

@@ -17,6 +17,7 @@ from kimigraph.ir.schemas import argument, is_plain_function
 
 _CACHES = {
     "lightning_indexer": ("keys",),
+    "index_scores": ("keys",),
     "sparse_attention": ("latent", "rope"),
     "latent_attention": ("latent", "rope"),
     "latent_write": ("latent", "rope"),

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -32,12 +32,22 @@ class Box:
 
 
 @dataclass(frozen=True)
+class Arrow:
+    """An arrow between two boxes, by their names. One that is ``far`` passes over a layer, as a residual does."""
+
+    source: str
+    target: str
+    label: str = ""
+    far: bool = False
+
+
+@dataclass(frozen=True)
 class Picture:
-    """Boxes, and arrows between their names with a label each."""
+    """Boxes, and arrows between them."""
 
     title: str
     boxes: tuple[Box, ...]
-    arrows: tuple[tuple[str, str, str], ...]
+    arrows: tuple[Arrow, ...]
 
 
 def draw(
@@ -57,7 +67,7 @@ def draw(
     keys = {node: _key(node, places, zoom) for node in program.graph_module.graph.nodes}
     shown = _shown(program.graph_module.graph, keys, places, layer)
     boxes = _boxes(shown, keys, places, zoom, costs or {})
-    return Picture(f"{title}, by {zoom}", boxes, _arrows(program.graph_module.graph, keys, {box.name for box in boxes}))
+    return Picture(f"{title}, by {zoom}", boxes, _arrows(program.graph_module.graph, keys, boxes))
 
 
 class Places:
@@ -155,6 +165,7 @@ def _boxes(
             made.append(_kernel_box(first, places, costs))
         elif launched := [node for node in nodes if launches_of(node)]:
             title, frame = (name, "") if zoom == "model" else (name.partition(": ")[2], places.frame(first))
+            frame = "" if title == frame else frame
             launched.sort(key=lambda node: operator_of(node) is None)
             counts = Counter(_operator_name(node) for node in launched)
             lines = [f"{count} x {kind}" if count > 1 else kind for kind, count in counts.items()]
@@ -174,26 +185,40 @@ def _operator_name(node: Node) -> str:
     operator = operator_of(node)
     if operator is not None:
         return operator.name
-    return (
-        str(node.meta.get("region", "region")) if node.op == "call_module" else str(node.target).removeprefix("aten.")
-    )
+    if node.op == "call_module":
+        return str(node.meta.get("region", "region"))
+    return str(node.target).removeprefix("aten.").removesuffix(".default")
 
 
-def _arrows(graph: Graph, keys: Mapping[Node, str], boxes: set[str]) -> tuple[tuple[str, str, str], ...]:
+def _arrows(graph: Graph, keys: Mapping[Node, str], boxes: Sequence[Box]) -> tuple[Arrow, ...]:
     """From box to box, looking through what has none; several tensors between two boxes are one arrow."""
+    order = _order(boxes)
+    known = {box.name for box in boxes}
     origins: dict[Node, frozenset[str]] = {}
     found: dict[tuple[str, str], set[Node]] = {}
     for node in graph.nodes:
         given = frozenset[str]().union(*(origins[source] for source in node.all_input_nodes))
         key = keys[node]
-        if key not in boxes:
+        if key not in known:
             origins[node] = given
             continue
         for source in node.all_input_nodes:
             for origin in origins[source] - {key}:
                 found.setdefault((origin, key), set()).add(source)
         origins[node] = frozenset((key,))
-    return tuple((a, b, f"{len(nodes)} tensors" if len(nodes) > 1 else "") for (a, b), nodes in found.items())
+    return tuple(
+        Arrow(
+            a, b, f"{len(nodes)} tensors" if len(nodes) > 1 else "", order.get(b, 0) - order.get(a, order.get(b, 0)) > 1
+        )
+        for (a, b), nodes in found.items()
+    )
+
+
+def _order(boxes: Sequence[Box]) -> dict[str, int]:
+    """The place of each box's layer among the layers; inputs and outputs have none."""
+    inside = [box for box in boxes if box.kind not in ("input", "state", "output")]
+    places = {frame: place for place, frame in enumerate(dict.fromkeys(box.frame or box.name for box in inside))}
+    return {box.name: places[box.frame or box.name] for box in inside}
 
 
 def zoom_named(text: str) -> Zoom:

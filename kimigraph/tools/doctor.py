@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 
 import kimigraph
+from kimigraph.adapters.onnx_model import OLDEST
 from kimigraph.ir import env
 from kimigraph.runtime.cache import default_root
 
-LEAST = {"torch": (2, 11), "triton": (3, 6), "transformers": (5, 24), "onnx": (1, 18), "onnxruntime": (1, 22)}
+LEAST = {"torch": (2, 11), "triton": (3, 6), "transformers": (5, 24), **OLDEST}
 """The oldest release of each package that kimigraph works with; the last three are optional."""
 
 PACKAGES = (*LEAST, "numpy", "safetensors", "typer", "rich")

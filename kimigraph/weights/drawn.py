@@ -18,7 +18,7 @@ def drawn_weight(spec: InputSpec, seed: int, device: torch.device, rank: int = 0
     if spec.shared is not None:
         stride = torch.empty(spec.whole_shape, device="meta").stride()
         whole = replace(spec, shape=spec.whole_shape, stride=stride, share=None)
-        return spec.shared.take(drawn_weight(whole, seed, device), rank)
+        return spec.taken(drawn_weight(whole, seed, device), rank)
     random = torch.Generator(device).manual_seed(generator(seed, spec.source).initial_seed())
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device=device)
     if spec.source.endswith("A_log"):

@@ -6,7 +6,7 @@ says for a family of models how to find one in the other. A tensor of the model 
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 Shape = tuple[int, ...]
@@ -133,3 +133,9 @@ class Layout:
     def ignores(self, published: str) -> bool:
         """Whether no model of the family has a place for the published tensor."""
         return any(re.search(pattern, published) for pattern in self.ignored)
+
+    def without_layers(self, numbers: range) -> "Layout":
+        """The layout of a model that has no place for the layers of these numbers, such as those that guess further
+        tokens."""
+        beyond = rf"(^|\.)layers\.({'|'.join(map(str, numbers))})\."
+        return replace(self, ignored=(*self.ignored, beyond)) if numbers else self

@@ -25,11 +25,13 @@ def unwatched(done: int, total: int) -> None:
     """A ``Watch`` that shows nothing."""
 
 
-def load_module(module: nn.Module, directory: Path, layout: Layout, watch: Watch = unwatched) -> None:
+def load_module(
+    module: nn.Module, directory: Path, layout: Layout, watch: Watch = unwatched, partly: bool = False
+) -> None:
     """Fill the state dict of ``module`` from the directory's checkpoint, in place and in the types that it has.
 
-    Tied tensors are filled once. Raises one UsageError that lists all missing, surplus and misshapen tensors, and those
-    of ``Checkpoint.open``; then nothing has changed.
+    Tied tensors are filled once. ``partly``: the checkpoint has more than the module. Raises one UsageError that lists
+    all missing, surplus and misshapen tensors, and those of ``Checkpoint.open``; then nothing has changed.
     """
     state = module.state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}
@@ -38,7 +40,7 @@ def load_module(module: nn.Module, directory: Path, layout: Layout, watch: Watch
     wanted = {
         first: Wanted(tuple(state[first].shape), state[first].dtype, tuple(others)) for first, *others in names.values()
     }
-    _fill(directory, layout, wanted, lambda name: state[name].detach(), True, watch)
+    _fill(directory, layout, wanted, lambda name: state[name].detach(), not partly, watch)
 
 
 def read_weights(

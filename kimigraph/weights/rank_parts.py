@@ -9,7 +9,10 @@ from kimigraph.weights.plan import Copy, Wanted
 
 @dataclass(frozen=True)
 class RankParts:
-    """``shares`` of tensors by name, whole as ``wanted`` says, and the ``rank`` that reads."""
+    """``shares`` of tensors by name, whole as ``wanted`` says, and the ``rank`` that reads.
+
+    Ranks have parts in turn: of two, rank 3 has the second one.
+    """
 
     shares: Mapping[str, Share]
     wanted: Mapping[str, Wanted]
@@ -30,7 +33,7 @@ class RankParts:
         outer = [put[dim] if dim < len(put) else slice(None) for dim in range(share.dim)]
         dim = sum(isinstance(each, slice) for each in outer)
         own = 0
-        for begin, end in share.spans(shape[share.dim], self.rank):
+        for begin, end in share.spans(shape[share.dim], self.rank % share.ways):
             low, high = max(first, begin), min(behind, end)
             if low < high:
                 here = own + low - begin

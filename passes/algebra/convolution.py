@@ -1,4 +1,4 @@
-"""The short causal convolution of a decode step: window of cached inputs and new ones, conv1d, SiLU, write-back."""
+"""The short causal convolution of a step: window of cached inputs and new ones, conv1d, SiLU, write-back."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ ATEN = torch.ops.aten
 
 @dataclass(frozen=True)
 class Convolution:
-    """silu(conv1d(cat(state, x))) of one token: ``x`` [B, 1, C], ``weight`` [C, 1, W], ``state`` [B, C, N]."""
+    """silu(conv1d(cat(state, x))) of new tokens: ``x`` [B, S, C], ``weight`` [C, 1, W], ``state`` [B, C, N]."""
 
     x: Operand
     weight: Operand
@@ -25,8 +25,31 @@ class Convolution:
 
 
 def convolution_at(activated: Node) -> Convolution:
-    """The convolution behind an activation. Refused when it is none, or its state is not written back as a window."""
+    """The convolution of one token behind an activation. Refused when it is none, or its state is not written back as a
+    window."""
     silu, above = peel(activated, casts="float")
+    conv, chain = _convolution(silu)
+    window, state = _window(conv, 0)
+    _require_last_column(conv, layout(conv, chain))
+    tokens = shape(argument(window, "tensors")[1])[2]
+    if tokens != 1:
+        raise Refused(f"{tokens} new tokens in one step", argument(window, "tensors")[1])
+    return _found(window, state, (*above, silu, *chain, conv))
+
+
+def convolution_over(silu: Node) -> Convolution:
+    """The convolution of a run of tokens under SiLU of a column for every cached and every new input, zeros before
+    them. Refused when it is none, or its state is not written back as a window."""
+    conv, chain = _convolution(silu)
+    window, state = _window(conv, shape(argument(conv, "weight"))[-1] - 1)
+    found, columns, width = layout(conv, chain), shape(window)[-1], shape(conv)[-1]
+    if found is None or found.offset or found.shape[-1] != columns or found.strides[-2:] != (width, 1):
+        raise Refused(f"SiLU is of other columns of the convolution than the first {columns}: {found}", conv)
+    return _found(window, state, (silu, *chain, conv))
+
+
+def _convolution(silu: Node) -> tuple[Node, list[Node]]:
+    """The convolution under a SiLU, and the views between them."""
     if packet(silu) != "silu":
         raise Refused(f"q, k and v come from {described(silu)}, not from SiLU of a convolution", silu)
     source = silu.args[0]
@@ -34,31 +57,31 @@ def convolution_at(activated: Node) -> Convolution:
     conv, chain = peel(source, casts="float")
     if packet(conv) not in ("conv1d", "convolution") or argument(conv, "transposed"):
         raise Refused(f"SiLU is of {described(conv)}, not of a convolution", conv)
-    window, state = _window(conv)
-    _require_last_column(conv, layout(conv, chain))
-    parts = argument(window, "tensors")
-    newest = parts[1]
+    return conv, chain
+
+
+def _found(window: Node, state: Node, above: tuple[Node, ...]) -> Convolution:
+    """The operands of the convolution over ``window``, and what it writes back."""
+    newest = argument(window, "tensors")[1]
     batch, channels, tokens = shape(newest)
-    if tokens != 1:
-        raise Refused(f"{tokens} new tokens in one step", newest)
     sizes = {"b": batch, "s": tokens, "c": channels}
     base, links = peel(newest)
     x = operand(
         "the convolution's input", Occurrence(newest, base, tuple(links), Frame.of("bcs"), window), "bsc", sizes
     )
     write = _write_back(window, state, tokens)
-    path = (*above, silu, *chain, conv, window, write)
-    return Convolution(x, _weight(conv, channels), state, write, path)
+    return Convolution(x, _weight(above[-1], channels), state, write, (*above, window, write))
 
 
-def _window(conv: Node) -> tuple[Node, Node]:
+def _window(conv: Node, padding: int) -> tuple[Node, Node]:
     """The concatenation under a depthwise convolution, and the state that is its first part."""
     source = conv.args[0]
     assert isinstance(source, Node)
     window, chain = peel(source, casts="float")
-    plain = (argument(conv, "stride"), argument(conv, "padding"), argument(conv, "dilation")) == ([1], [0], [1])
+    plain = (argument(conv, "stride"), argument(conv, "padding"), argument(conv, "dilation")) == ([1], [padding], [1])
     if not plain or argument(conv, "bias") is not None or argument(conv, "groups") != shape(conv)[1]:
-        raise Refused("the convolution is not depthwise without bias, padding and stride", conv)
+        told = f"a padding of {padding}" if padding else "padding"
+        raise Refused(f"the convolution is not depthwise without bias, {told} and stride", conv)
     parts = argument(window, "tensors") if packet(window) == "cat" else ()
     if len(parts) != 2 or argument(window, "dim") not in (-1, 2) or layout(window, chain) != layout(window, ()):
         raise Refused("the convolution is not over cached and new inputs side by side", window)

@@ -24,6 +24,11 @@ REMEDIES: tuple[tuple[str, str], ...] = (
     (r"the weights are used \d+ times", "return or reuse the attention's output instead of its weights"),
     (r"the weights go into", "multiply the softmax with the values directly (no dropout, no rescaling in between)"),
     (rf"{_WORD} is used elsewhere, by {_WORD}", "read {0} in this step only; let {1} read it in the next one"),
+    # Collectives
+    (
+        r"it is no sum and no gather|is no contiguous run of words|each rank sends",
+        "the library's collective serves it; raise most-summed or most-gathered of fuse-collectives for larger ones",
+    ),
     # States that are logged
     (
         r"its gate and norms are computed before it|comes from .*, not from a short_conv",

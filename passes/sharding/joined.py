@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from kimigraph.ir.dependences import starts_work
 from kimigraph.ir.mesh import COLLECTIVES, TP_GROUP
 from kimigraph.ir.purity import is_pure
 from kimigraph.passes.algebra.nodes import shape
@@ -16,11 +17,17 @@ ATEN = torch.ops.aten
 C10D: Any = getattr(torch.ops, COLLECTIVES)
 
 
+LONGEST = 4 << 20
+"""Bytes of an addend above which sums stay apart: what they take beyond the fixed part can be hidden, one behind the
+work for the other (``overlap-communication``), and joined there is nothing left to hide behind."""
+
+
 def join_sums(graph: Graph) -> int:
     """Make one all-reduce of each two of which the second's addends can be had before anybody needs the first's sum.
 
     Routed and shared experts are the case: the norm behind the routed ones waits for their sum, the shared ones do not
-    wait for it. What the second's addends are computed by moves in front of the first. Returns how many went.
+    wait for it. What the second's addends are computed by moves in front of the first. Returns how many went. Long
+    ones stay apart: of them the second begins in front of the work for the first.
     """
     count = 0
     places = {node: place for place, node in enumerate(graph.nodes)}
@@ -30,6 +37,9 @@ def join_sums(graph: Graph) -> int:
         moving = _moving(first, second, places)
         if moving is None:
             sums = [second, *rest]
+            continue
+        if any(node.meta["val"].nbytes > LONGEST for node in (first, second)):
+            sums = [second, *rest] if not _advance(first, second, moving, places) else [first, *rest]
             continue
         for node in moving:
             first.prepend(node)
@@ -52,6 +62,23 @@ def _moving(first: Node, second: Node, places: dict[Node, int]) -> list[Node] | 
         found.add(node)
         waiting += node.all_input_nodes
     return sorted(found, key=lambda node: places[node])
+
+
+def _advance(first: Node, second: Node, moving: list[Node], places: dict[Node, int]) -> bool:
+    """Let ``second`` begin in front of the work that makes the addends of ``first``, if it waits for none of that.
+
+    ``moving`` makes its own addends.
+    """
+    [work] = first.all_input_nodes
+    while not starts_work(work) and work.all_input_nodes:
+        work = work.all_input_nodes[0]
+    own = {*moving}
+    needed = [item for node in (*moving, second) for item in node.all_input_nodes if item not in own]
+    if not is_pure(work) or any(places[item] >= places[work] for item in needed):
+        return False
+    for node in (*moving, second):
+        work.prepend(node)
+    return True
 
 
 def _join(graph: Graph, first: Node, second: Node) -> None:

@@ -66,6 +66,10 @@ _STEP: dict[str, Dims] = {
     "state": (1, 1),
     "out_gate": HEADS_BEHIND_TOKENS,
 }
+_RECORDS: dict[str, Dims] = {
+    **dict.fromkeys(("keys", "decays", "deltas"), HEADS_BEHIND_TOKENS),
+    "inputs": CHANNELS,
+}
 _CHUNKS: dict[str, Dims] = {
     **dict.fromkeys(("q", "k", "v", "g", "beta"), HEADS_BEHIND_TOKENS),
     "initial_state": (1, 1),
@@ -100,6 +104,7 @@ def _experts(walk: Walk, node: Node) -> Placements:
 
 OPERATOR_RULES: dict[str, Callable[[Walk, Node], Placements]] = {
     "kda_decode": Form(_STEP, (HEADS_BEHIND_TOKENS,), single=True),
+    "kda_verify": Form({**_STEP, **_RECORDS}, (HEADS_BEHIND_TOKENS,), single=True),
     "kda_prefill": Form(_CHUNKS, (HEADS_BEHIND_TOKENS, (1, 1))),
     "kda_prefill_deltas": Form(_CHUNKS, (HEADS_BEHIND_TOKENS, (1, 1), HEADS_BEHIND_TOKENS)),
     "short_conv": Form({"x": CHANNELS, "weight": (0, 3), "initial_state": (1, 3)}, (CHANNELS, (1, 3))),

@@ -29,6 +29,8 @@ ROLES = (
     Role("heads", r"self_attn\.conv1d\.weight", 0, 3),
     Role("heads", r"state\.\d+\.kda", 1),
     Role("heads", r"state\.\d+\.conv", 1, 3),
+    Role("heads", r"log\.\d+\.(keys|decays|deltas)", 2),
+    Role("heads", r"log\.\d+\.inputs", 2, 3),
     Role("rows", r"self_attn\.o_proj\.weight", 1),
     Role("columns", r"(mlp|shared_experts)\.(gate|up)_proj\.weight", 0),
     Role("rows", r"(mlp|shared_experts)\.down_proj\.weight", 1),

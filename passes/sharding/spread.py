@@ -162,15 +162,26 @@ class Spread:
             self.graph, C10D.all_gather_into_tensor.default, (source, self.ways, TP_GROUP), like=part, before=user
         )
         node = self._waited(pending, part, user, keep=False)
+        node = self._in_place(node, local, share, part, user)
+        self.placed[node], self.whole[node] = REPLICATED, self.whole[part]
+        self.gathered[part] = node
+        return node
+
+    def _in_place(self, node: Node, local: list[int], share: Share, part: Node, user: Node) -> Node:
+        """What came one behind the other, each where it belongs."""
+        if share.dim > 0 and share.blocks == 1:  # one copy of long runs
+            spans = [(local[0] * rank, local[0] * (rank + 1)) for rank in range(self.ways)]
+            pieces = [
+                call(self.graph, ATEN.slice.Tensor, (node, 0, begin, end), like=part, before=user)
+                for begin, end in spans
+            ]
+            return call(self.graph, ATEN.cat.default, (pieces, share.dim), like=part, before=user)
         piece = [*local[: share.dim], share.blocks, local[share.dim] // share.blocks, *local[share.dim + 1 :]]
         node = call(self.graph, ATEN.view.default, (node, [self.ways, *piece]), like=part, before=user)
         order = [*range(1, share.dim + 2), 0, *range(share.dim + 2, len(piece) + 1)]
         if order != list(range(len(order))):
             node = call(self.graph, ATEN.permute.default, (node, order), like=part, before=user)
-        node = call(self.graph, ATEN.reshape.default, (node, list(share.whole(local))), like=part, before=user)
-        self.placed[node], self.whole[node] = REPLICATED, self.whole[part]
-        self.gathered[part] = node
-        return node
+        return call(self.graph, ATEN.reshape.default, (node, list(share.whole(local))), like=part, before=user)
 
     def _waited(self, pending: Node, like: Node, user: Node, keep: bool = True) -> Node:
         node = call(self.graph, C10D.wait_tensor.default, (pending,), like=like, before=user)

@@ -16,6 +16,9 @@ from kimigraph.runtime.sequence.errors import PoolExhaustedError
 Step = Callable[[list[list[int]], list[int]], Tensor]
 """Takes tokens [B][S] behind lengths [B] into its caches and returns the logits [B, V] of the last ones."""
 
+Choose = Callable[[Tensor, Sequence[Sampling], Sequence[Draws]], list[int]]
+"""Takes logits [N, V], and of each row how to sample and its numbers; returns the tokens."""
+
 
 class Programs(Protocol):
     """Where steps come from; what is not there yet is compiled on the first call."""
@@ -40,6 +43,19 @@ class Speculating(Protocol):
         """A plain step gave so many tokens in that time."""
         ...
 
+    @property
+    def following(self) -> bool:
+        """Whether it wants to know of the steps that the next two tell; they may take steps of their own."""
+        ...
+
+    def stepped(self, rows: int, running: Mapping[int, Request]) -> None:
+        """A plain step over the first ``rows`` slots took in the last token of each sequence, which none counts yet."""
+        ...
+
+    def read(self, request: Request, tokens: int) -> None:
+        """So many tokens of a prompt were read in the staging place, which the request does not count yet."""
+        ...
+
 
 class Engine:
     """Continuous batching over slots, which may share a pool of pages: a sequence joins when all that it may need is
@@ -50,7 +66,7 @@ class Engine:
     then smaller ones, then token by token), at most ``budget`` tokens a step, so that running sequences never wait for
     a long prompt. A prompt is read in a row of its own and seated when it is done, so that no step of the batch touches
     it. Rows without a sequence take token 0 at length 0; nobody reads them. With ``speculation`` a sequence may get
-    several tokens a step.
+    several tokens a step. ``choose`` takes tokens from logits (``kimigraph.runtime.generation.sampling``).
     """
 
     def __init__(
@@ -64,8 +80,9 @@ class Engine:
         budget: int = 512,
         max_waiting: int | None = None,
         speculation: Speculating | None = None,
+        choose: Choose = choose,
     ) -> None:
-        self._programs, self.slots, self.context = programs, slots, context
+        self._programs, self.slots, self.context, self._choose = programs, slots, context, choose
         self.speculation = speculation
         self.chunks = sorted({1, *(size for size in chunks if size <= context)}, reverse=True)
         self._budget, self._max_waiting = budget, max_waiting
@@ -135,8 +152,9 @@ class Engine:
         other = self.slots.fork(slot, self._room(len(origin.prompt), sampling))
         ends = origin.stop_ids if sampling.stop_ids is None else frozenset(sampling.stop_ids)
         self._count += 1
+        draws, tokens = Draws(sampling.seed, place), list(origin.tokens)
         self._running[other] = Request(
-            self._count, origin.prompt, sampling, Draws(sampling.seed, place), ends, list(origin.tokens), origin.written
+            self._count, origin.prompt, sampling, draws, ends, tokens, origin.written, unread=origin.unread
         )
         return self._count
 
@@ -180,6 +198,9 @@ class Engine:
         for slot, request in running.items():
             ids[slot], lengths[slot] = [request.tokens[-1]], request.written
         logits = step(ids, lengths)
+        if self.speculation is not None and self.speculation.following:
+            logits = logits.clone()  # results of a step hold until the next one
+            self.speculation.stepped(rows, running)
         for request in running.values():
             request.written += 1
         self.slots.step(running)
@@ -215,6 +236,9 @@ class Engine:
             step = self._programs.step(1, size, self.slots.staging)
             piece = list(request.prompt[request.written : request.written + size])
             logits = step([piece], [request.written])
+            if self.speculation is not None and self.speculation.following:
+                logits = logits.clone()
+                self.speculation.read(request, size)
             request.written += size
             self.slots.read(size)
             self.read += size
@@ -251,7 +275,9 @@ class Engine:
         return sizes
 
     def _take(self, logits: Tensor, requests: list[Request]) -> list[Event]:
-        chosen = choose(logits, [request.sampling for request in requests], [request.draws for request in requests])
+        chosen = self._choose(
+            logits, [request.sampling for request in requests], [request.draws for request in requests]
+        )
         self.made += len(requests)
         for request, token in zip(requests, chosen, strict=True):
             request.take(token, self.context)

@@ -18,12 +18,16 @@ from kimigraph.runtime.sequence.pages import SCRATCH_PAGE
 
 @dataclass(frozen=True)
 class Pool:
-    """What pages are made for: descriptors of caches by flat name, how many pages, and the most tokens a sequence."""
+    """What pages are made for: descriptors of caches by flat name, how many pages, and the most tokens a sequence.
+
+    ``ranks`` share out the tokens of each page.
+    """
 
     caches: Mapping[str, Descriptor | str]
     pages: int
     context: int
     debug: bool = False
+    ranks: int = 1
 
 
 class PagedSlots:
@@ -44,7 +48,9 @@ class PagedSlots:
     ) -> None:
         self.slots = slots
         try:
-            self.cache = PagedCache(pool.caches, pool.pages, pool.context, device=device, debug=pool.debug)
+            self.cache = PagedCache(
+                pool.caches, pool.pages, pool.context, device=device, debug=pool.debug, ranks=pool.ranks
+            )
         except torch.OutOfMemoryError as error:
             raise KimigraphError(
                 f"a pool of {pool.pages} pages is more than {device} has room for: allow fewer (pages)"

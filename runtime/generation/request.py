@@ -11,7 +11,8 @@ Finish = Literal["stop", "length", "context", "aborted"]
 
 @dataclass(eq=False)
 class Request:
-    """A sequence that waits, is being read, runs or has ended. ``written`` of its tokens are in the caches."""
+    """A sequence that waits, is being read, runs or has ended. ``written`` of its tokens are in the caches; the hidden
+    states of the last ``unread`` of those wait for the layer that makes drafts of them, where there is one."""
 
     number: int
     prompt: tuple[int, ...]
@@ -21,6 +22,7 @@ class Request:
     tokens: list[int] = field(default_factory=lambda: [])
     written: int = 0
     finish: Finish | None = None
+    unread: int = 0
 
     @property
     def pending(self) -> int:

@@ -37,6 +37,8 @@ class PagedCache:
 
     A fork shares the pages of its original; who next writes a shared page gets a copy first, in all buffers.
 
+    ``ranks`` that share out sequences each have a part of every page, as the descriptors say; they make the same moves.
+
     In ``debug`` mode free pages hold NaN, and every change checks the tables. Raises UsageError for descriptors that
     do not go together; methods raise SequenceError for wrong use and PoolExhaustedError when pages run out, and have
     then changed nothing. Not for several threads at once; on a GPU all work goes to the current stream.
@@ -50,8 +52,10 @@ class PagedCache:
         *,
         device: torch.device | str = "cpu",
         debug: bool = False,
+        ranks: int = 1,
     ) -> None:
-        self.page_size, entries = page_entries(descriptors)
+        own, entries = page_entries(descriptors)
+        self.page_size = own * ranks
         if pages < 1 or context < 1:
             raise UsageError(f"paged cache: pages is {pages} and context {context}; want at least 1 of each")
         self.context, self.debug = context, debug

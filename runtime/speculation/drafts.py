@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kimigraph.runtime.generation.request import Request
 
@@ -12,6 +12,32 @@ class Draft(Protocol):
 
     def propose(self, rows: int, running: Mapping[int, Request], tokens: int) -> dict[int, list[int]]:
         """Up to ``tokens`` tokens for each sequence, by its slot (below ``rows``); a sequence may be left out."""
+        ...
+
+
+@runtime_checkable
+class FollowsModel(Protocol):
+    """What a draft may have beside ``propose``: it is told what the model's own steps did, before anything counts them
+    (``Request.written``)."""
+
+    def prepare(self, rows: int) -> None:
+        """Compile now what drafts of so many rows take."""
+        ...
+
+    def prepare_reading(self, tokens: int) -> None:
+        """The same for a piece of a prompt."""
+        ...
+
+    def read(self, request: Request, tokens: int) -> None:
+        """A piece of a prompt was read in the staging place."""
+        ...
+
+    def stepped(self, rows: int, running: Mapping[int, Request]) -> None:
+        """A plain step took in the last token of each sequence."""
+        ...
+
+    def verified(self, rows: int, running: Mapping[int, Request], made: list[int]) -> None:
+        """A round gave each sequence ``made`` tokens, by slot."""
         ...
 
 

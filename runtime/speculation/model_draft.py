@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kimigraph.runtime.generation.request import Request
 from kimigraph.runtime.generation.slots import SlotCaches
+from kimigraph.runtime.speculation.pooled_keys import forget_behind
 from kimigraph.runtime.speculation.replay_log import ReplayLog
 from kimigraph.runtime.speculation.rounds import Verify
 
@@ -89,7 +91,10 @@ class ModelDraft:
         """Decode until each sequence has ``tokens`` drafts."""
         changed = () if self._log is None else (self._log.state[:, :rows], self._log.conv[:, :rows])
         kept = [stack.clone() for stack in changed]
-        step = self._programs.step(rows, 1, self._slots.first(rows))
+        caches = self._slots.first(rows)
+        ends = [running[slot].length if slot in running else 0 for slot in range(rows)]
+        forget_behind(caches, torch.tensor(ends, device=next(iter(caches.values())).device))
+        step = self._programs.step(rows, 1, caches)
         for ahead in range(tokens - 1):
             ids = [found[slot][-1:] if slot in found else [0] for slot in range(rows)]
             # Behind its last token a sequence without drafts keeps what it has.

@@ -1,7 +1,7 @@
 """What is kept of recurrent states while drafts are verified, so that a rejected one leaves no trace."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -85,6 +85,11 @@ class StateShape:
                 "drafts and logs need recurrent layers of one shape: heads, dims or convolutions differ here"
             )
         return cls(layers, state, conv, dtype)
+
+    def of_rank(self, ways: int) -> "StateShape":
+        """What each of ``ways`` ranks has, which share out the heads."""
+        state = replace(self.state, heads=self.state.heads // ways)
+        return replace(self, state=state, conv=replace(self.conv, channels=self.conv.channels // ways))
 
     @property
     def state_sizes(self) -> tuple[int, int, int]:

@@ -11,8 +11,9 @@ from torch import Tensor
 from kimigraph.ir.errors import UsageError
 from kimigraph.runtime.generation.request import Request
 from kimigraph.runtime.speculation.acceptance import Accepted, accept_greedy, accept_sampled, likelihoods
-from kimigraph.runtime.speculation.drafts import Draft
+from kimigraph.runtime.speculation.drafts import Draft, FollowsModel
 from kimigraph.runtime.speculation.lengths import DraftLengths
+from kimigraph.runtime.speculation.pooled_keys import forget_behind
 from kimigraph.runtime.speculation.rollback import Rollback
 
 Verify = Callable[[list[list[int]], list[int]], Tensor]
@@ -79,7 +80,38 @@ class Speculation:
             return {"held": 0, "moved": 0}
         return {"held": self._rollback.bytes_held, "moved": self._rollback.bytes_moved}
 
-    def prepare(self, rows: int, caches: Mapping[str, Tensor]) -> Verify:
+    @property
+    def _following(self) -> FollowsModel | None:
+        """The draft, where it is one that is told of the model's steps."""
+        return self.draft if isinstance(self.draft, FollowsModel) else None
+
+    def prepare(self, rows: int, caches: Mapping[str, Tensor]) -> None:
+        """Compile now what rounds of the first ``rows`` sequences take."""
+        self._step(rows, caches)
+        if self._following is not None:
+            self._following.prepare(rows)
+
+    def prepare_reading(self, tokens: int) -> None:
+        """Compile now what is called when so many tokens of a prompt are read."""
+        if self._following is not None:
+            self._following.prepare_reading(tokens)
+
+    @property
+    def following(self) -> bool:
+        """Whether the draft is told of the model's steps."""
+        return self._following is not None
+
+    def read(self, request: Request, tokens: int) -> None:
+        """So many tokens of a prompt were read in the staging place."""
+        if self._following is not None:
+            self._following.read(request, tokens)
+
+    def stepped(self, rows: int, running: Mapping[int, Request]) -> None:
+        """A plain step over the first ``rows`` slots took in the last token of each sequence."""
+        if self._following is not None:
+            self._following.stepped(rows, running)
+
+    def _step(self, rows: int, caches: Mapping[str, Tensor]) -> Verify:
         """The verifying step over the first ``rows`` sequences, compiled where it is not yet."""
         log = {} if self._rollback is None else self._rollback.log(rows)
         return self._programs.verify(rows, 1 + self.drafts, {**log, **caches})
@@ -131,10 +163,11 @@ class Speculation:
         running: Mapping[int, Request],
         caches: Mapping[str, Tensor],
     ) -> dict[int, list[int]]:
-        rows, step = len(ids), self.prepare(len(ids), caches)
+        rows, step = len(ids), self._step(len(ids), caches)
         # Behind the step these copies would wait for its end, and what tests the drafts could not be queued meanwhile.
         device = next(iter(caches.values())).device
         given, live = drafts.to(device), torch.tensor([int(slot in running) for slot in range(rows)], device=device)
+        behind = torch.tensor(lengths, device=device)
         logits = step(ids, lengths)
         if self._rollback is not None:
             self._rollback.verified(rows)
@@ -146,9 +179,13 @@ class Speculation:
         except BaseException:
             if self._rollback is not None:
                 self._rollback.abort()
+            forget_behind(caches, behind)
             raise
+        forget_behind(caches, behind + counts)
         drafted: list[int] = (drafts >= 0).sum(-1).tolist()
         made, tokens = self._read(counts, accepted.tokens)
+        if self._following is not None:
+            self._following.verified(rows, running, made)
         self._count(made, drafted, running)
         return {slot: tokens[slot][: made[slot]] for slot in running}
 

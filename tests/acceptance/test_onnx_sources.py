@@ -80,11 +80,13 @@ def written_by_torch(source: ModelSource, path: Path, **options: Any) -> str:
     ("model_type", "fields", "options"),
     [
         ("deepseek_v32", ONE_LAYER, {}),
-        pytest.param("deepseek_v32", {}, {}, marks=slow),
-        # The optimizer of torch.onnx computes exp(A_log) beforehand, which leaves no sign of the delta rule's gate.
-        pytest.param("kimi_k31", {}, {"optimize": False}, marks=slow),
-        pytest.param("kimi_linear", {}, {"optimize": False}, marks=slow),
-        pytest.param("glm_moe_dsa", {}, {}, marks=slow),
+        ("glm5_next", {}, {}),  # masks that pick, pooled keys, and the delta rule
+        *(
+            pytest.param(model_type, {}, {"optimize": optimize}, marks=slow)
+            for model_type in ("kimi_k31", "kimi_k3", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "glm5_next")
+            for optimize in (True, False)
+            if (model_type, optimize) != ("glm5_next", True)
+        ),
     ],
 )
 def test_a_file_of_torch_onnx_has_the_fusions_and_the_values_of_the_model(
@@ -108,6 +110,28 @@ def test_a_file_of_torch_onnx_has_the_fusions_and_the_values_of_the_model(
     assert error.passed, error
 
 
+@slow
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_prompt_of_torch_onnx_has_the_fusions_of_the_model(model_type: str, tmp_path: Path) -> None:
+    """Prompts of models with a delta rule are marked where they are captured, and a file has no marks."""
+    prompts, read = replace(CONFIG, phase="prefill"), replace(READ, phase="prefill")
+    source = load_source(write_config(tmp_path / "model", model_type), prompts)
+    file = load_source(written_by_torch(source, tmp_path / "m.onnx"), read)
+    want = fused(source, prompts)
+    assert fused(file, read) == want and want[0]["fuse-sparse-attention"] == 2
+
+
+@slow
+def test_a_prompt_of_standard_operators_alone_is_read_back_with_its_scans_unrolled(tmp_path: Path) -> None:
+    config = replace(CONFIG, phase="prefill", tokens=6)
+    directory = write_config(tmp_path / "model", "kimi_linear")
+    report = export_onnx(directory, config, tmp_path / "m.onnx", lambda _: None, flat=True)
+    assert not report.functions
+    ours, theirs = eager_step(load_source(str(tmp_path / "m.onnx"), READ)), eager_step(load_source(directory, config))
+    error = deviation({**ours.outputs, **ours.inputs}, {**theirs.outputs, **theirs.inputs})
+    assert error.passed, error
+
+
 @pytest.mark.parametrize(
     ("model_type", "fields", "level"),
     [
@@ -116,7 +140,6 @@ def test_a_file_of_torch_onnx_has_the_fusions_and_the_values_of_the_model(
             pytest.param(model_type, {}, level, marks=slow)
             for model_type in ("kimi_k31", "kimi_k3", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "glm5_next")
             for level in (0, 2)
-            if (model_type, level) != ("glm5_next", 0)  # it picks by a mask before it is fused: no ONNX form
         ),
     ],
 )

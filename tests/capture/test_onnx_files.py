@@ -228,7 +228,7 @@ def test_operators_without_a_translation_are_listed_at_once(tmp_path: Path) -> N
         [helper.make_opsetid("", 20)],
     )
     proto = model(
-        helper.make_node("Loop", ["", "", "x"], ["a"], name="again", body=helper.make_graph([], "b", [], [])),
+        helper.make_node("SequenceMap", ["x"], ["a"], name="again", body=helper.make_graph([], "b", [], [])),
         *(helper.make_node("FusedThing", ["a"], [f"f{n}"], name=f"fused{n}", domain="com.else") for n in range(6)),
         helper.make_node("Inner", ["f0"], ["d"], domain="mine"),
         helper.make_node("Add", ["d", "f5"], ["y"]),
@@ -236,7 +236,7 @@ def test_operators_without_a_translation_are_listed_at_once(tmp_path: Path) -> N
     )
     text = refusal(proto, tmp_path)
     assert "3 operators have no translation" in text
-    assert "ai.onnx::Det: 'deep' in Inner" in text and "ai.onnx::Loop: 'again'" in text
+    assert "ai.onnx::Det: 'deep' in Inner" in text and "ai.onnx::SequenceMap: 'again'" in text
     assert "com.else::FusedThing: 'fused0', 'fused1', 'fused2', 'fused3' and 2 more" in text
 
 

@@ -131,6 +131,18 @@ def test_top_k_beyond_the_axis_names_the_node(count: int, tmp_path: Path) -> Non
         load_source(str(path), CompileConfig())
 
 
+def test_top_k_of_a_number_that_the_run_knows_names_the_node(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["m"], keepdims=0),
+        helper.make_node("Cast", ["m"], ["c"], to=INT),
+        helper.make_node("Unsqueeze", ["c", "zero"], ["k"]),
+        *one("TopK", "k", count=2),
+    ]
+    path = file(tmp_path / "m.onnx", nodes, {"zero": ints(0)}, TIES, 2)
+    with pytest.raises(CaptureError, match=r"node 'it' \(TopK\) takes sizes from values of the run \(operand 1\)"):
+        load_source(str(path), CompileConfig())
+
+
 @pytest.mark.parametrize(
     ("nodes", "weights", "message"),
     [
@@ -139,7 +151,15 @@ def test_top_k_beyond_the_axis_names_the_node(count: int, tmp_path: Path) -> Non
         (one("Gather", "i"), {"i": numpy.int64(9)}, "picks place 9 of an axis of 2"),
         (one("Transpose", perm=[0, 0, 1]), {}, "which is no order of 3 axes"),
         (one("Softmax", axis=7), {}, "has axis 7, its operand has 3 axes"),
-        (one("NonZero"), {}, "their number is not known before it"),
+        (
+            [
+                helper.make_node("NonZero", ["x"], ["p"]),
+                helper.make_node("Shape", ["p"], ["s"]),
+                helper.make_node("Cast", ["s"], ["y0"], name="it", to=TensorProto.FLOAT),
+            ],
+            {},
+            "node 'it' (Cast) makes other numbers of sizes that the run alone knows",
+        ),
         (one("Pad", "p", mode="reflect"), {"p": ints(0, 0, 0, 0, 0, 1)}, "pads by reflect"),
         (one("Slice", "s", "s", "s", "z"), {"s": ints(0), "z": ints(0)}, "has a step of 0"),
         (one("Cast", to=TensorProto.STRING), {}, "casts to element type 8"),

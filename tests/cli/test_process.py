@@ -62,6 +62,30 @@ def test_a_missing_package_is_named_without_a_traceback() -> None:
     assert done.stderr == "error: this needs the package torch, which is not installed: pip install 'kimigraph'\n"
 
 
+WITHOUT_ONNX = """
+import importlib.util, importlib.metadata, sys
+found, versions = importlib.util.find_spec, importlib.metadata.version
+missing, old = sys.argv[1:3]
+importlib.util.find_spec = lambda name, *rest: None if name == missing else found(name, *rest)
+importlib.metadata.version = lambda name: "1.17.3" if name == old else versions(name)
+sys.argv = ["kimigraph", "export", "onnx", "model", "--out", "a.onnx"]
+from kimigraph.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "old", "message"),
+    [
+        ("onnxruntime", "", "ONNX needs onnxruntime: pip install 'kimigraph[onnx]'"),
+        ("", "onnx", "onnx 1.17.3 is older than 1.18: pip install -U 'kimigraph[onnx]'"),
+    ],
+)
+def test_an_extra_that_is_missing_or_old_is_named(missing: str, old: str, message: str) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_ONNX, missing, old], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, f"error: {message}")
+
+
 SLOW = """
 import signal, sys, time, types
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a script inherits it ignored

@@ -60,6 +60,17 @@ def fold(tokens=8):
     return KernelRequest("kda_replay", tensors, {"state_layout": "vk"}, "cuda:sm_90")
 
 
+def as_kimi_linear(request):
+    """States [H, K, V] and a convolution that keeps as many columns as it has taps, as models of transformers do."""
+    tensors = dict(request.tensors)
+    *rows, _ = tensors["conv_state"].shape
+    tensors["conv_state"] = tensor(*rows, 4)
+    attributes = dict(request.attributes) | {"state_layout": "kv"}
+    if "lower_bound" in attributes:
+        attributes["lower_bound"] = None
+    return KernelRequest(request.op, tensors, attributes, request.target)
+
+
 def logged(length=8):
     """A token of 32 sequences whose states are written with every eighth."""
     request = verifying(tokens=1)
@@ -71,10 +82,12 @@ def logged(length=8):
 
 
 CASES = {  # request, form for heads of 128, bytes of spills a thread
-    "verify": (verifying(), True, 128),
+    "verify": (verifying(), True, 16),
     "verify_two": (verifying(tokens=2), True, 0),
-    "verify_nine": (verifying(tokens=9), True, 128),
+    "verify_nine": (verifying(tokens=9), True, 32),
     "verify_twelve": (verifying(tokens=12), False, 64),
+    "verify_kimi_linear": (as_kimi_linear(verifying()), False, 320),
+    "fold_kimi_linear": (as_kimi_linear(fold()), False, 0),
     "states": (verifying("kda_verify_states"), True, 0),
     "logged": (logged(), True, 16),
     "logged_seventeen": (logged(17), False, 0),

@@ -85,6 +85,18 @@ def _example(name: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         mask = torch.rand(batch, 1, total * (3 if paged else 1)) < 0.5 if seed % 5 == 0 else None
         operands = (new(batch, tokens, heads, width), cache(width), new(batch, tokens, heads), lengths, mask)
         return operands, {"k": k, "scale": 0.25, **pages}
+    if name == "index_scores":
+        picks = torch.randint(-1, total, (batch, tokens, k), dtype=torch.int32)
+        operands = (new(batch, tokens, heads, width), cache(width), new(batch, tokens, heads), picks)
+        return operands, {"scale": 0.25, **pages}
+    if name == "exchange_picks":
+        places = torch.arange(k, dtype=torch.int32).expand(batch, tokens, k).contiguous()
+        sizes = {"k": k + seed % 3, "ways": 1, "run": 1 + seed % 4, "group": "nobody's", "pruned": seed % 2 == 0}
+        return (new(batch, tokens, k, dtype=torch.float32), places - places.eq(k - 1) * k), sizes
+    if name in ("rank_sum", "rank_gather"):
+        part = new(batch, tokens, width, dtype=(torch.float32, torch.bfloat16)[seed % 2])
+        along = {"dim": seed % 3} if name == "rank_gather" else {}
+        return (part,), {**along, "ways": 1, "group": "nobody's"}
     if name == "sparse_attention":
         q_rope, rope_cache = (new(batch, tokens, heads, rope), cache(rope)) if seed % 2 else (None, None)
         picks = torch.randint(-1, total, (batch, tokens, k), dtype=torch.int32)

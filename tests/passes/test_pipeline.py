@@ -16,6 +16,7 @@ from kimigraph.passes.options import describe_options
 
 FUSING = [
     "canonicalize",
+    "split-stages",
     "raise-kda",
     "log-states",
     "defer-states",
@@ -29,17 +30,20 @@ FUSING = [
     "fuse-indexer-attention",
     "shard",
     "insert-quantization",
+    "share-tokens",
+    "prune-index-exchange",
 ]
 MERGING = [
     *FUSING,
     "interleave-halves",
     "split-indexer-prolog",
     "share-indexer-rows",
+    "fuse-collectives",
     "merge-horizontal",
     "fuse-pointwise",
     "merge-regions",
 ]
-ALL = [*MERGING, "assign-streams", "plan-memory", "verify-schedule"]
+ALL = [*MERGING, "overlap-communication", "assign-streams", "plan-memory", "verify-schedule"]
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ def test_a_given_schedule_is_verified() -> None:
 
 
 def test_stop_after_truncates() -> None:
-    assert default_pipeline(CompileConfig(stop_after="raise-kda")).names == ["canonicalize", "raise-kda"]
+    assert default_pipeline(CompileConfig(stop_after="raise-kda")).names == ["canonicalize", "split-stages", "raise-kda"]
     with pytest.raises(UsageError, match="not in the pipeline"):
         default_pipeline(CompileConfig(stop_after="raise-kda", disabled_passes=("raise-kda",)))
 

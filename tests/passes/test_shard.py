@@ -20,6 +20,7 @@ from kimigraph.ir.mesh import DeviceMesh
 from kimigraph.ir.own_rows import OWN_ROWS
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.purity import storage_root
+from kimigraph.ir.ranks import neighbours
 from kimigraph.ir.schedule import stream_of
 from kimigraph.ir.script import make_inputs
 from kimigraph.ir.shares import Share
@@ -98,7 +99,7 @@ def captured(
 ) -> tuple[CapturedProgram, CompileConfig]:
     """The step of a model of that configuration, up to where ``shard`` stands."""
     (directory / "config.json").write_text(json.dumps(document))
-    tokens = 8 if phase == "prefill" else 1
+    tokens = {"prefill": 8, "verify": 4}.get(phase, 1)
     config = CompileConfig(target="cpu:reference", phase=phase, batch=12, tokens=tokens, context=24, tp=2, **options)
     program = capture(load_source(str(directory), config, rows=rows), config)
     pipeline = default_pipeline(config)
@@ -140,6 +141,7 @@ def constants_of(program: CapturedProgram) -> dict[str, torch.Tensor]:
     [
         pytest.param(KIMI, "decode", id="kimi_k31-decode"),
         pytest.param(KIMI, "prefill", id="kimi_k31-prefill"),
+        pytest.param(KIMI, "verify", id="kimi_k31-verify"),
         pytest.param(DEEPSEEK, "decode", id="deepseek_v32-decode"),
         pytest.param(GLM, "decode", id="glm5_next-decode"),
         pytest.param(DEEPSEEK, "prefill", id="deepseek_v32-prefill", marks=pytest.mark.slow),
@@ -315,11 +317,14 @@ def test_shares_join_to_the_whole() -> None:
 
 
 def test_a_mesh_knows_its_places() -> None:
-    mesh = DeviceMesh(dp=2, pp=3, tp=4, sp=2)
-    assert mesh.size == 24 and mesh.place(0) == (0, 0, 0) and mesh.place(17) == (1, 1, 1)
+    mesh = DeviceMesh(dp=2, pp=3, tp=2, sp=2)
+    assert mesh.size == 24 and mesh.place(0) == (0, 0, 0, 0) and mesh.place(18) == (1, 1, 1, 0)
+    assert neighbours(mesh.sizes, ("sp",))[:3] == [(0, 2), (1, 3), (4, 6)]
+    assert neighbours(mesh.sizes, ("pp", "sp", "tp")) == [tuple(range(12)), tuple(range(12, 24))]
     with pytest.raises(UsageError, match="rank 24"):
         mesh.place(24)
+    assert DeviceMesh(tp=4, sp=2, over_tp=True).size == 4
     with pytest.raises(UsageError, match="sp 3"):
-        DeviceMesh(tp=4, sp=3)
+        DeviceMesh(tp=4, sp=3, over_tp=True)
     with pytest.raises(UsageError, match="tp 0"):
         DeviceMesh(tp=0)

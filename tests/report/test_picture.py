@@ -13,7 +13,7 @@ from kimigraph.ir.errors import UsageError
 from kimigraph.ir.launches import launches_of
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.passes import default_pipeline, run_pipeline
-from kimigraph.report.picture import Box, Picture, draw, zoom_named
+from kimigraph.report.picture import Arrow, Box, Picture, draw, zoom_named
 from kimigraph.report.picture_text import as_dot, as_mermaid
 from kimigraph.session import pass_context
 
@@ -31,8 +31,8 @@ def program() -> CapturedProgram:
 def boxes(picture: Picture) -> dict[str, Box]:
     found = {box.name: box for box in picture.boxes}
     assert len(found) == len(picture.boxes)
-    for source, target, _ in picture.arrows:
-        assert source in found and target in found and source != target
+    for arrow in picture.arrows:
+        assert arrow.source in found and arrow.target in found and arrow.source != arrow.target
     return found
 
 
@@ -44,7 +44,9 @@ def test_the_model_is_its_layers_with_their_states(program: CapturedProgram) -> 
     assert "kda_decode" in found["layer 0"].lines and "lightning_indexer" not in found["layer 0"].lines
     assert {"lightning_indexer", "sparse_attention", "moe_experts"} <= set(found["layer 3"].lines)
     assert found["states of layer 3"] == Box("states of layer 3", ("states of layer 3", "3 tensors"), "state")
-    joined = {(source, target) for source, target, _ in picture.arrows}
+    joined = {(arrow.source, arrow.target): arrow.far for arrow in picture.arrows}
+    assert not joined["layer 0", "layer 1"] and joined["layer 0", "layer 3"]  # the latter passes over two layers
+    joined = joined.keys()
     assert {("input_ids", "layer 0"), ("layer 0", "layer 1"), ("states of layer 3", "layer 3")} <= joined
     assert ("states of layer 3", "layer 0") not in joined
 
@@ -68,7 +70,7 @@ def test_kernels_are_what_is_launched(program: CapturedProgram) -> None:
     assert drawn == launched
     indexer = next(box for box in found.values() if "lightning_indexer" in box.name)
     assert indexer.kind == "operator" and indexer.lines[-1] == "2.00 us" and indexer.frame == "layer 3"
-    joined = {(source, target) for source, target, _ in draw(program, "kernel").arrows}
+    joined = {(arrow.source, arrow.target) for arrow in draw(program, "kernel").arrows}
     attention = next(name for name in found if "sparse_attention" in name)
     assert (indexer.name, attention) in joined and ("cache.3.index_key", indexer.name) in joined
 
@@ -82,17 +84,20 @@ def test_both_texts_hold_every_box_and_arrow(zoom: str, program: CapturedProgram
     assert len(re.findall(rf"^  {strings} -> {strings}", dot, re.M)) == len(picture.arrows)
     assert dot.count("{") == dot.count("}") and dot.count("subgraph") == len({b.frame for b in picture.boxes} - {""})
     assert len(re.findall(r"^ +n\d+\[.*\]:::\w+$", mermaid, re.M)) == len(picture.boxes)
-    assert len(re.findall(r"^  n\d+ -->", mermaid, re.M)) == len(picture.arrows)
+    assert len(re.findall(r"^  n\d+ -\.?->", mermaid, re.M)) == len(picture.arrows)
     assert mermaid.count("subgraph") == len(re.findall(r"^  end$", mermaid, re.M))
 
 
 def test_names_that_mean_something_to_a_renderer_are_quoted() -> None:
     odd = 'a"]; x -> y <b> #1'
-    picture = Picture(odd, (Box(odd, (odd, "two"), "state", odd), Box("b", ("b",), "call")), ((odd, "b", odd),))
+    picture = Picture(odd, (Box(odd, (odd, "two"), "state", odd), Box("b", ("b",), "call")), (Arrow(odd, "b", odd),))
     dot, mermaid = as_dot(picture), as_mermaid(picture)
-    assert dot.count('\\"]; x') == 6 and 'a"]' not in dot
-    assert "<b>" not in mermaid and 'a"]' not in mermaid
+    assert dot.count('\\"]; x') == 5 and 'a"]' not in dot
+    assert "<b>a&quot;]; x -&gt; y &lt;b&gt; #1</b><br/>two" in dot
+    assert mermaid.count("<b>") == 1 and 'a"]' not in mermaid
     assert mermaid.count("#quot;]; x -#gt; y #lt;b#gt; #35;1") == 4
+    # Mermaid reads "call" alone as the begin of a callback, and refuses the whole picture.
+    assert "classDef call_box" in mermaid and ":::call_box" in mermaid
     with pytest.raises(UsageError, match="--zoom near: use one of model, layer, kernel"):
         zoom_named("near")
     assert sys.version_info >= (3, 11)

@@ -36,7 +36,7 @@ def test_ranks_share_work_and_pay_for_it() -> None:
     one, two = (estimate(AT_WIDTH, CLUSTER, DeviceMesh(tp=tp), 1, load) for tp in (1, 2))
     assert one.communicating == 0 and one.link_bytes == {"tp": 0.0}
     assert two.computing < one.computing and two.communicating > 0 and two.memory < one.memory
-    shared = estimate(AT_WIDTH, CLUSTER, DeviceMesh(tp=2, sp=2), 1, load)
+    shared = estimate(AT_WIDTH, CLUSTER, DeviceMesh(tp=2, sp=2, over_tp=True), 1, load)
     assert shared.memory < two.memory and shared.link_bytes["sp"] > 0
     assert Link(1e9, 1e-6).all_reduce(1000, 4) == pytest.approx(1e-6 + 1.5e-6)
 

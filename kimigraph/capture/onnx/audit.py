@@ -1,11 +1,11 @@
 """What an ONNX file must be before anything of it is allocated: the file may come from anybody."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from math import prod
 
-from kimigraph.adapters.onnx_file import UNSAID, FileFunction, FileNode, Foreign, OnnxFile, StoredTensor
+from kimigraph.adapters.onnx_file import UNSAID, FileFunction, FileGraph, FileNode, OnnxFile, StoredTensor
 from kimigraph.capture.onnx.external import external_fault
 from kimigraph.ir.errors import UsageError
 
@@ -29,8 +29,8 @@ def check_file(file: OnnxFile) -> OnnxFile:
         *_function_faults(file),
     ]
     if not faults:
-        graph = [port.name for port in file.inputs] + [tensor.name for tensor in file.weights]
-        ordered, faults = _ordered("the graph", graph, [port.name for port in file.outputs], file.nodes)
+        given = [port.name for port in file.inputs] + [tensor.name for tensor in file.weights]
+        ordered, faults = _ordered("the graph", given, [port.name for port in file.outputs], file.nodes)
         functions: list[FileFunction] = []
         for item in file.functions:
             nodes, found = _ordered(f"function {item.name}", item.inputs, item.outputs, item.nodes)
@@ -93,11 +93,21 @@ def _weight_faults(file: OnnxFile) -> Iterator[str]:
         if fault:
             yield f"weight '{tensor.name}' {fault}"
     for title, nodes in _bodies(file):
-        for node in nodes:
+        for node in _all_nodes(nodes):
             for name, value in node.attributes.items():
                 fault = tensor_fault(file, value) if isinstance(value, StoredTensor) else ""
                 if fault:
                     yield f"attribute {name} of node '{node.title}' in {title} {fault}"
+            for name, graph in node.graphs.items():
+                yield from _graph_faults(file, f"{name} of node '{node.title}'", graph)
+
+
+def _graph_faults(file: OnnxFile, title: str, graph: FileGraph) -> Iterator[str]:
+    yield from (f"{title} holds {what}, which no step here has" for what in graph.foreign)
+    for tensor in graph.weights:
+        fault = tensor_fault(file, tensor)
+        if fault:
+            yield f"weight '{tensor.name}' of {title} {fault}"
 
 
 def tensor_fault(file: OnnxFile, tensor: StoredTensor) -> str:
@@ -146,15 +156,21 @@ def _function_faults(file: OnnxFile) -> Iterator[str]:
 def _all_nodes(nodes: Iterable[FileNode]) -> Iterator[FileNode]:
     for node in nodes:
         yield node
-        for value in node.attributes.values():
-            if isinstance(value, Foreign):
-                yield from _all_nodes(value.nodes)
+        for graph in node.graphs.values():
+            yield from _all_nodes(graph.nodes)
 
 
 def _ordered(
-    title: str, given: Iterable[str], wanted: Iterable[str], nodes: tuple[FileNode, ...]
+    title: str,
+    given: Iterable[str],
+    wanted: Iterable[str],
+    nodes: tuple[FileNode, ...],
+    around: tuple[Container[str], ...] = (),
 ) -> tuple[tuple[FileNode, ...], list[str]]:
-    """The nodes in an order in which they can run, and what is wrong with their names."""
+    """The nodes in an order in which they can run, and what is wrong with their names.
+
+    ``around`` hold the names that are known where the graph stands as an attribute.
+    """
     made: dict[str, int] = {}
     faults: list[str] = []
     inputs = set(given)
@@ -165,16 +181,19 @@ def _ordered(
             if name in made or name in inputs:
                 faults.append(f"'{name}' is made twice in {title}, by node '{node.title}' among others")
             made[name] = place
+    known = (made, inputs, *around)
     results = list(wanted)
-    if len(set(results)) < len(results):
+    if len(set(results)) < len(results) and not around:
         faults.append(f"{title} has two outputs of one name")
     for name in results:
-        if name not in made and name not in inputs:
+        if not _is_known(name, known):
             faults.append(f"output '{name}' is made by no node of {title}")
     for node in nodes:
-        unknown = [name for name in node.inputs if name and name not in made and name not in inputs]
+        unknown = [name for name in node.inputs if name and not _is_known(name, known)]
         faults += [f"node '{node.title}' in {title} reads '{name}', which nothing makes" for name in unknown]
-    before = {place: {made[name] for name in node.inputs if name in made} for place, node in enumerate(nodes)}
+    nodes, inner = _graphs_ordered(nodes, known)
+    faults += inner
+    before = {place: {made[name] for name in node.reads if name in made} for place, node in enumerate(nodes)}
     if not faults and any(max(needed, default=-1) >= place for place, needed in before.items()):
         try:
             return tuple(nodes[place] for place in TopologicalSorter(before).static_order()), []
@@ -182,3 +201,28 @@ def _ordered(
             circle = " -> ".join(f"'{nodes[place].title}'" for place in error.args[1][:6])
             faults.append(f"nodes of {title} wait for one another in a circle: {circle}")
     return nodes, faults
+
+
+def _is_known(name: str, known: tuple[Container[str], ...]) -> bool:
+    return any(name in names for names in known)
+
+
+def _graphs_ordered(
+    nodes: tuple[FileNode, ...], known: tuple[Container[str], ...]
+) -> tuple[tuple[FileNode, ...], list[str]]:
+    """The nodes with the graphs among their attributes put in order, and what is wrong with those."""
+    result, faults = list(nodes), list[str]()
+    for place, node in enumerate(nodes):
+        attributes = dict(node.attributes)
+        for name, graph in node.graphs.items():
+            given = [*graph.inputs, *(tensor.name for tensor in graph.weights)]
+            title = f"{name} of node '{node.title}'"
+            for what, names in (("inputs", graph.inputs), ("weights", [tensor.name for tensor in graph.weights])):
+                if len(set(names)) < len(names):
+                    faults.append(f"two {what} of {title} have one name")
+            ordered, found = _ordered(title, given, graph.outputs, graph.nodes, known)
+            attributes[name] = replace(graph, nodes=ordered)
+            faults += found
+        if node.graphs:
+            result[place] = replace(node, attributes=attributes)
+    return tuple(result), faults

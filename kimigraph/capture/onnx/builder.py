@@ -7,14 +7,17 @@ from operator import getitem
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from kimigraph.capture.onnx.audit import MOST_BYTES
 from kimigraph.ir.errors import CaptureError
 from kimigraph.ir.fake import quiet
+from kimigraph.ir.open_sizes import OpenSize, OpenSizeError, SizeExpressions, sized
 
 ATEN = torch.ops.aten
 FOLDED_BYTES = 2**26
@@ -23,16 +26,20 @@ FOLDED_BYTES = 2**26
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor of the graph: its form, and the node that makes it or what it is, where that is known now."""
+    """One tensor of the graph: its form, and the node that makes it or what it is, where that is known now.
+
+    ``numbers`` are the elements of a list of sizes of which some are known in the run alone.
+    """
 
     form: Tensor
     node: Node | None = None
     known: Tensor | None = None
+    numbers: tuple[Any, ...] | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes: all are numbers."""
-        return tuple(self.form.shape)
+    def shape(self) -> tuple[Any, ...]:
+        """The sizes: numbers, or OpenSize for what the run alone knows."""
+        return tuple(sized(size) for size in self.form.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,12 +58,16 @@ class Builder:
 
     root: nn.Module = field(default_factory=nn.Module)
     graph: Graph = field(default_factory=Graph)
-    mode: FakeTensorMode = field(default_factory=FakeTensorMode)
+    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))
     title: str = ""
     """The node of the file that is being translated."""
     meta: dict[str, Any] = field(default_factory=lambda: {})
     """Where it comes from: what nodes made now are told."""
     _lifted: dict[int, tuple[Tensor, Node]] = field(default_factory=lambda: {})
+    _sizes: SizeExpressions[Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sizes = SizeExpressions(self._measured, self._size)
 
     def placeholder(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
         """An input."""
@@ -82,13 +93,16 @@ class Builder:
         """The node that makes a value; one that is known becomes a constant of the module."""
         if value.node is not None:
             return value.node
-        assert value.known is not None
+        if value.known is None:
+            raise OpenSizeError(f"computes with sizes that the run alone knows ({list(value.numbers or ())})")
         if id(value.known) not in self._lifted:
             made = self._made_anew(value.known)
             if made is not None:
                 return made
             name = f"constant_{len(self._lifted)}"
-            self.root.register_buffer(name, value.known.contiguous(), persistent=False)
+            # A copy, for what was expanded from one element counts as contiguous and has strides of its own.
+            constant = value.known.clone(memory_format=torch.contiguous_format)
+            self.root.register_buffer(name, constant, persistent=False)
             node = self.graph.get_attr(name)
             self.given(node, value.known)
             node.meta["constant"] = value.known
@@ -128,21 +142,49 @@ class Builder:
         leaves = pytree.tree_leaves((args, kwargs))
         values = [leaf for leaf in leaves if isinstance(leaf, Value)]
         form = self._form(target, args, kwargs)
-        size = sum(t.numel() * t.element_size() for t in pytree.tree_leaves(form) if isinstance(t, Tensor))
+        tensors = [leaf for leaf in pytree.tree_leaves(form) if isinstance(leaf, Tensor)]
+        size = sum(self._most(t) * t.element_size() for t in tensors)
         if size > MOST_BYTES:
             raise CaptureError(f"node '{self.title}' makes {size:.3g} bytes, at most {MOST_BYTES:.3g} are taken")
-        if all(value.known is not None for value in values) and size <= FOLDED_BYTES:
+        is_open = any(isinstance(leaf, OpenSize) for leaf in leaves)
+        if all(value.known is not None for value in values) and size <= FOLDED_BYTES and not is_open:
             result = target(*_mapped(args, lambda v: v.known), **_mapped(kwargs, lambda v: v.known))
             return tuple(map(self.constant, result)) if isinstance(result, tuple | list) else self.constant(result)
-        node = self.graph.call_function(target, _mapped(args, self.node_of), _mapped(kwargs, self.node_of))
+        given = _mapped((args, kwargs), self.node_of, self._sizes.of)
+        node = self.graph.call_function(target, *given)
         node.meta = {**self.meta, "val": form}
         if not isinstance(form, tuple | list):
+            # What is picked tells how many places there are: then the places themselves may go.
+            self._sizes.note(node, form, preferred=target is ATEN.index.Tensor)
             return Value(form, node)
         return tuple(self._item(node, number, item) for number, item in enumerate(cast("Iterable[Tensor]", form)))
+
+    def _measured(self, node: Node, axis: int) -> Node:
+        made = self.graph.call_function(ATEN.sym_size.int, (node, axis))
+        made.meta["val"] = node.meta["val"].shape[axis]
+        return made
+
+    def _size(self, target: Callable[..., Any], a: Node | int, b: Node | int) -> Node:
+        made = self.graph.call_function(target, (a, b))
+        made.meta["val"] = target(*(item.meta["val"] if isinstance(item, Node) else item for item in (a, b)))
+        return made
+
+    def _most(self, tensor: Tensor) -> float:
+        """How many elements a tensor may have."""
+        most = 1.0
+        for size in tensor.shape:
+            bound = self._bound(size) if isinstance(size, SymInt) else size
+            most *= bound
+        return most
+
+    def _bound(self, size: SymInt) -> float:
+        assert self.mode.shape_env is not None
+        return float(self.mode.shape_env.bound_sympy(size.node.expr).upper)
 
     def _item(self, node: Node, number: int, form: Tensor) -> Value:
         item = self.graph.call_function(getitem, (node, number))
         item.meta["val"] = form
+        self._sizes.note(item, form)
         return Value(form, item)
 
     def _form(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -150,7 +192,8 @@ class Builder:
             return value.form if value.node is not None else self.mode.from_tensor(value.form)
 
         try:
-            with torch.no_grad(), self.mode, quiet():
+            # Some operators take no symbolic size without the Python dispatcher.
+            with torch.no_grad(), self.mode, enable_python_dispatcher(), quiet():
                 return target(*_mapped(args, form), **_mapped(kwargs, form))
         except Exception as error:
             shapes = [list(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Value)]
@@ -158,8 +201,12 @@ class Builder:
             raise CaptureError(f"node '{self.title}' cannot have operands of shapes {shapes}: {reason}") from error
 
 
-def _mapped(tree: Any, function: Callable[[Value], Any]) -> Any:
-    return pytree.tree_map_only(Value, function, tree)
+def _symbol(size: OpenSize) -> Any:
+    return size.symbol
+
+
+def _mapped(tree: Any, function: Callable[[Value], Any], size: Callable[[OpenSize], Any] = _symbol) -> Any:
+    return pytree.tree_map_only(OpenSize, size, pytree.tree_map_only(Value, function, tree))
 
 
 def place(root: nn.Module, name: str, parameter: nn.Parameter) -> str:

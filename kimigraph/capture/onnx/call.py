@@ -46,12 +46,14 @@ class Call:
         return CaptureError(f"node '{self.node.title}' ({self.node.op}) {why}")
 
     def numbers(self, place: int, name: str = "", default: list[int] | None = None) -> list[int] | None:
-        """Integers that must be known now: an operand, or in older opsets an attribute."""
+        """Integers that must be known now, or sizes: an operand, or in older opsets an attribute."""
         if name in self.attributes:
             return list(self.attributes[name])
         value = self.optional(place)
         if value is None:
             return default
+        if value.numbers is not None:
+            return list(value.numbers)
         if value.known is None:
             raise self.refused(
                 f"takes sizes from values of the run (operand {place}): export it with fixed shapes, or simplify the "

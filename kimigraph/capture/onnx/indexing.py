@@ -1,5 +1,6 @@
 """Operators of ONNX that gather and scatter, as ATen."""
 
+from math import prod
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from kimigraph.capture.onnx.builder import ATEN, Value
 from kimigraph.capture.onnx.call import Call, Handler, scalar
 from kimigraph.capture.onnx.layout import permuted, reshaped
 from kimigraph.capture.onnx.pointwise import cast_to
+from kimigraph.ir.open_sizes import met
 
 
 def _gather(c: Call) -> Value:
@@ -18,6 +20,9 @@ def _gather(c: Call) -> Value:
         if not -x.shape[axis] <= number < x.shape[axis]:
             raise c.refused(f"picks place {number} of an axis of {x.shape[axis]}")
         return c.build.call(ATEN.select.int, x, axis, number)
+    mask = picked_by(index)
+    if mask is not None and index.rank == 1:
+        return c.build.call(ATEN.index.Tensor, x, [*[None] * axis, mask])
     if axis == 0 and x.rank == 2 and x.node is not None and x.node.op == "get_attr":
         return c.build.call(ATEN.embedding.default, x, index)
     return c.build.call(ATEN.index.Tensor, x, [*[None] * axis, index])
@@ -50,7 +55,62 @@ def _gather_nd(c: Call) -> Value:
     x, places = c.operand(0), c.operand(1)
     if c.attribute("batch_dims", 0):
         raise c.refused("has batch_dims, which has no translation: use whole indices")
-    return c.build.call(ATEN.index.Tensor, x, _columns(c, places))
+    columns = _narrowed(_columns(c, places))
+    mask = picked_by(columns[0]) if len(columns) == 1 and columns[0].rank == 1 else None
+    if mask is None:
+        return c.build.call(ATEN.index.Tensor, x, columns)
+    # Where the axes were put in another order for it, rows of the axis that came first are picked before that order.
+    order = _order(x)
+    base = permuted(c, x, [order.index(place) for place in range(x.rank)])
+    picked = c.build.call(ATEN.index.Tensor, base, [*[None] * order[0], mask])
+    return permuted(c, picked, order)
+
+
+def picked_by(places: Value) -> Value | None:
+    """The mask of one axis of which ``places`` are all the places that it picks, in order; None for other values."""
+    node: Any = places.node
+    while node is not None and node.target in _VIEWS and _count(node) == _count(node.args[0]):
+        node = node.args[0]
+    if node is None or node.target is not ATEN.nonzero.default:
+        return None
+    mask: Any = node.args[0]
+    return Value(mask.meta["val"], mask) if mask.meta["val"].dim() == 1 else None
+
+
+def _count(node: Any) -> Any:
+    return prod(Value(node.meta["val"], node).shape)
+
+
+_VIEWS = (
+    ATEN.transpose.int,
+    ATEN.permute.default,
+    ATEN.squeeze.dim,
+    ATEN.squeeze.dims,
+    ATEN.unsqueeze.default,
+    ATEN.expand.default,
+    ATEN.select.int,
+)
+
+
+def _narrowed(columns: list[Value]) -> list[Value]:
+    """Indices before they were expanded to their common shape: picking does that itself."""
+    narrow = [_before_expansion(column) for column in columns]
+    return narrow if met(value.shape for value in narrow) == met(value.shape for value in columns) else columns
+
+
+def _before_expansion(value: Value) -> Value:
+    node: Any = value.node
+    while node is not None:
+        inner: Any = node.args[0] if node.args else None
+        if node.target is ATEN.expand.default and inner.meta["val"].dim() == node.meta["val"].dim():
+            node = inner
+        elif node.target in (ATEN.squeeze.dim, ATEN.squeeze.dims) and inner.target is ATEN.unsqueeze.default:
+            if tuple(inner.args[0].meta["val"].shape) != tuple(node.meta["val"].shape):
+                break
+            node = inner.args[0]
+        else:
+            break
+    return value if node is None else Value(node.meta["val"], node)
 
 
 def _scatter_nd(c: Call) -> Value:
@@ -72,6 +132,10 @@ def _written_rows(c: Call, x: Value, places: Value, updates: Value) -> Value:
     inverse = [order.index(place) for place in range(x.rank)]
     base, source, axis = permuted(c, x, inverse), permuted(c, updates, inverse), order[0]
     start, count = _first_of_run(places), places.shape[0]
+    if count == 0:
+        return x
+    if (start, count) == (0, base.shape[axis]) and source.shape == base.shape:
+        return permuted(c, source, order)
     if start is not None and 0 <= start <= base.shape[axis] - count:
         first = _written_front(base, axis, start)
         if first is not None and start + count == base.shape[axis]:
@@ -137,10 +201,12 @@ def _constant_fill(updates: Value) -> int | float | bool | None:
 
 
 def _nonzero(c: Call) -> Value:
+    """The places [rank, n]; how many they are is an open size where values of the run choose them."""
     x = c.operand(0)
-    if x.known is None:
-        raise c.refused("lists places that values of the run choose: their number is not known before it")
-    return c.build.constant(x.known.nonzero().t().contiguous())
+    if x.known is not None:
+        return c.build.constant(x.known.nonzero().t().contiguous())
+    mask = x if x.dtype == torch.bool else c.build.call(ATEN.ne.Scalar, x, 0)
+    return c.build.call(ATEN.transpose.int, c.build.call(ATEN.nonzero.default, mask), 0, 1)
 
 
 def _one_hot(c: Call) -> Value:

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 
 from kimigraph.capture.onnx.builder import ATEN, Value
 from kimigraph.capture.onnx.call import Call, Handler, scalar
+from kimigraph.ir.open_sizes import OpenSize, met, smaller
 
 
 def _reshape(c: Call) -> Value:
@@ -16,7 +18,16 @@ def _reshape(c: Call) -> Value:
         if any(size == 0 and place >= x.rank for place, size in enumerate(sizes)):
             raise c.refused(f"keeps an axis of {sizes} that its operand does not have")
         sizes = [x.shape[place] if size == 0 else size for place, size in enumerate(sizes)]
+    if -1 in sizes and any(isinstance(size, OpenSize) for size in x.shape):
+        sizes = _filled_in(sizes, x.shape)
     return _repeated(c, x, sizes) or _turned_pages(c, x, sizes) or reshaped(c, x, sizes)
+
+
+def _filled_in(sizes: list[Any], shape: tuple[Any, ...]) -> list[Any]:
+    """``sizes`` with what -1 stands for, where the number of elements is known in the run alone."""
+    rest = prod(size for size in sizes if size != -1)
+    missing = prod(shape) // rest
+    return [missing if size == -1 else size for size in sizes]
 
 
 def _turned_pages(c: Call, value: Value, sizes: list[int]) -> Value | None:
@@ -43,7 +54,8 @@ def _repeated(c: Call, value: Value, sizes: list[int]) -> Value | None:
     axis, rows = int(narrow.args[1]), Value(inner.meta["val"], inner)
     count = value.shape[axis]
     shape = [*rows.shape]
-    if axis == 0 or value.shape != (*shape[:axis], count, *shape[axis:]):
+    is_open = any(isinstance(size, OpenSize) for size in value.shape)
+    if is_open or axis == 0 or value.shape != (*shape[:axis], count, *shape[axis:]):
         return None
     shape[axis - 1] *= count
     wanted = [shape[place] if size == -1 and place < len(shape) else size for place, size in enumerate(sizes)]
@@ -90,7 +102,7 @@ def _flatten(c: Call) -> Value:
     first = 1
     for size in sizes:
         first *= size
-    return reshaped(c, x, [first, x.form.numel() // max(first, 1)])
+    return reshaped(c, x, [first, prod(x.shape) // max(first, 1)])
 
 
 def permuted(c: Call, value: Value, order: list[int]) -> Value:
@@ -138,10 +150,9 @@ def _squeeze(c: Call) -> Value:
 
 def _expand(c: Call) -> Value:
     x, sizes = c.operand(0), c.needed(1)
-    try:
-        shape = torch.broadcast_shapes(x.shape, tuple(sizes))
-    except RuntimeError as error:
-        raise c.refused(f"broadcasts {list(x.shape)} and {sizes}, which do not fit") from error
+    shape = met([x.shape, tuple(sizes)])
+    if shape is None:
+        raise c.refused(f"broadcasts {list(x.shape)} and {sizes}, which do not fit")
     return x if shape == x.shape else c.build.call(ATEN.expand.default, x, list(shape))
 
 
@@ -210,6 +221,8 @@ def _sliced(c: Call, value: Value, axis: int, start: int, end: int, step: int) -
     size = value.shape[axis]
     if step == 0:
         raise c.refused("has a step of 0")
+    if any(isinstance(number, OpenSize) for number in (size, start, end)):
+        return _open_slice(c, value, axis, start, end, step)
     first, last, step = slice(start, None if step < 0 and end < -size else end, step).indices(size)
     if step < 0:
         places = c.build.constant(list(range(first, last, step)), torch.int64)
@@ -218,6 +231,13 @@ def _sliced(c: Call, value: Value, axis: int, start: int, end: int, step: int) -
         return value
     part = _joined_part(value, axis, first, last) if step == 1 else None
     return part or c.build.call(ATEN.slice.Tensor, value, axis, first, max(first, last), step)
+
+
+def _open_slice(c: Call, value: Value, axis: int, start: Any, end: Any, step: int) -> Value:
+    """A slice of which the run alone knows a bound: from a place of the front, to one of the front or to the end."""
+    if step != 1 or isinstance(start, OpenSize) or start < 0 or (isinstance(end, int) and end < 0):
+        raise c.refused(f"cuts {start}:{end}:{step} from an axis of {value.shape[axis]}, sizes that the run alone knows")
+    return c.build.call(ATEN.slice.Tensor, value, axis, start, smaller(end, value.shape[axis]))
 
 
 def _joined_part(value: Value, axis: int, first: int, last: int) -> Value | None:
@@ -246,6 +266,8 @@ def _pad(c: Call) -> Value:
         raise c.refused("pads with a value of the run; a constant is taken")
     pairs = {c.checked_axis(axis, x.rank): (pads[n], pads[n + len(axes)]) for n, axis in enumerate(axes)}
     flat = [size for axis in reversed(range(x.rank)) for size in pairs.get(axis, (0, 0))]
+    while len(flat) > 2 and flat[-2:] == [0, 0]:
+        flat = flat[:-2]
     return c.build.call(ATEN.constant_pad_nd.default, x, flat, number)
 
 
@@ -271,7 +293,15 @@ def _range(c: Call) -> Value:
 def _shape(c: Call) -> Value:
     shape = c.operand(0).shape
     first, last, _ = slice(c.attribute("start"), c.attribute("end")).indices(len(shape))
-    return c.build.constant(list(shape[first:last]), torch.int64)
+    return size_list((max(last - first, 0),), list(shape[first:last]))
+
+
+def size_list(shape: tuple[int, ...], sizes: list[Any], dtype: torch.dtype = torch.int64) -> Value:
+    """Sizes as a tensor of integers: known where all of them are."""
+    if any(isinstance(size, OpenSize) for size in sizes):
+        return Value(torch.empty(shape, dtype=dtype), numbers=tuple(sizes))
+    known = torch.tensor(sizes, dtype=dtype).reshape(shape)
+    return Value(known, known=known)
 
 
 def _constant(c: Call) -> Value:
@@ -310,7 +340,7 @@ LAYOUT: dict[str, Handler] = {
     "ConstantOfShape": _filled,
     "Range": _range,
     "Shape": _shape,
-    "Size": lambda c: c.build.constant(c.operand(0).form.numel(), torch.int64),
+    "Size": lambda c: size_list((), [prod(c.operand(0).shape)]),
     "Constant": _constant,
     "Trilu": _triangle,
 }

@@ -6,6 +6,7 @@ import torch
 
 from kimigraph.capture.onnx.builder import ATEN, Value
 from kimigraph.capture.onnx.call import Call, Handler, fits_as_number, scalar
+from kimigraph.ir.open_sizes import met
 
 
 def _unary(target: Any) -> Handler:
@@ -80,6 +81,17 @@ def _comparison(packet: Any) -> Handler:
     return translate
 
 
+def _bounded(c: Call, value: Value, bound: str, number: float) -> Value:
+    """``value`` clamped on one side; where it was on the other before, on both at once."""
+    node, bounds = value.node, {bound: number}
+    if node is not None and node.target is ATEN.clamp.default and not node.kwargs.keys() & {bound}:
+        both: dict[str, Any] = {**node.kwargs, **bounds}
+        if both.get("min", number) <= both.get("max", number):
+            inner: Any = node.args[0]
+            value, bounds = Value(inner.meta["val"], inner), both
+    return c.build.call(ATEN.clamp.default, value, **bounds)
+
+
 def _extreme(target: Any) -> Handler:
     def translate(c: Call) -> Value:
         result = c.operand(0)
@@ -87,9 +99,9 @@ def _extreme(target: Any) -> Handler:
             other = c.operand(place)
             bound = "min" if target is ATEN.maximum.default else "max"
             if fits_as_number(other, result):
-                result = c.build.call(ATEN.clamp.default, result, **{bound: scalar(other)})
+                result = _bounded(c, result, bound, scalar(other))
             elif fits_as_number(result, other):
-                result = c.build.call(ATEN.clamp.default, other, **{bound: scalar(result)})
+                result = _bounded(c, other, bound, scalar(result))
             else:
                 result = c.build.call(target, result, other)
         return result
@@ -106,9 +118,9 @@ def _summed(c: Call) -> Value:
 
 def _where(c: Call) -> Value:
     condition, a, b = c.operand(0), c.operand(1), c.operand(2)
-    if fits_as_number(a, b) and torch.broadcast_shapes(condition.shape, b.shape) == b.shape:
+    if fits_as_number(a, b) and met([condition.shape, b.shape]) == b.shape:
         return c.build.call(ATEN.masked_fill.Scalar, b, condition, scalar(a))
-    if fits_as_number(b, a) and torch.broadcast_shapes(condition.shape, a.shape) == a.shape:
+    if fits_as_number(b, a) and met([condition.shape, a.shape]) == a.shape:
         return c.build.call(ATEN.masked_fill.Scalar, a, negated(c, condition), scalar(b))
     return c.build.call(ATEN.where.self, condition, a, b)
 
@@ -142,7 +154,21 @@ def _cast(c: Call) -> Value:
     dtype = ELEMENT_TYPES.get(c.attribute("to"))
     if dtype is None:
         raise c.refused(f"casts to element type {c.attribute('to')}, which no tensor here has")
-    return cast_to(c, c.operand(0), dtype)
+    x = c.operand(0)
+    return (_any_or_all(c, x) if dtype == torch.bool else None) or cast_to(c, x, dtype)
+
+
+def _any_or_all(c: Call, value: Value) -> Value | None:
+    """The largest or least of truths as numbers is whether any or all hold; None for other values."""
+    reduced: Any = value.node
+    if reduced is None or reduced.target not in (ATEN.amax.default, ATEN.amin.default) or len(reduced.args[1]) != 1:
+        return None
+    counted: Any = reduced.args[0]
+    truths: Any = counted.args[0] if counted.target is ATEN.to.dtype else None
+    if truths is None or truths.meta["val"].dtype != torch.bool:
+        return None
+    target = ATEN.any.dim if reduced.target is ATEN.amax.default else ATEN.all.dim
+    return c.build.call(target, Value(truths.meta["val"], truths), reduced.args[1][0], bool(reduced.args[2]))
 
 
 ELEMENT_TYPES = {

@@ -8,6 +8,7 @@ from kimigraph.capture.onnx.call import Call, Handler
 from kimigraph.capture.onnx.layout import permuted, reshaped
 from kimigraph.capture.onnx.numbers import shortest
 from kimigraph.capture.onnx.pointwise import cast_to
+from kimigraph.ir.open_sizes import OpenSize
 
 
 def _matmul(c: Call) -> Value:
@@ -151,9 +152,10 @@ def _top_k(c: Call) -> tuple[Value, ...]:
     """
     x, sizes = c.operand(0), c.numbers(1)
     axis, largest = c.axis(x.rank, -1), bool(c.attribute("largest", 1))
-    if not sizes or len(sizes) != 1 or not 0 <= sizes[0] <= x.shape[axis]:
+    is_open = any(isinstance(size, OpenSize) for size in (*(sizes or ()), x.shape[axis]))
+    if not sizes or len(sizes) != 1 or not (is_open or 0 <= sizes[0] <= x.shape[axis]):
         raise c.refused(f"picks {sizes} of an axis of {x.shape[axis]}")
-    if c.from_torch and (sizes[0] < x.shape[axis] or sizes[0] == 1):
+    if c.from_torch and (is_open or sizes[0] < x.shape[axis] or sizes[0] == 1):
         ordered = bool(c.attribute("sorted", 1))
         return c.build.call(ATEN.topk.default, x, sizes[0], axis, largest, ordered)
     whole = c.build.call(ATEN.sort.stable, x, stable=True, dim=axis, descending=largest)

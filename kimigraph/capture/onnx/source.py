@@ -2,22 +2,25 @@
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from kimigraph.adapters.onnx_file import FileNode, FilePort, OnnxFile, read_onnx
+from kimigraph.adapters.onnx_file import FileNode, FilePort, OnnxFile, StoredTensor, read_onnx
 from kimigraph.capture.hints import CaptureHints, InputHint
 from kimigraph.capture.onnx.audit import check_file
-from kimigraph.capture.onnx.module import Inputs, build_module, held_weights, input_ports
+from kimigraph.capture.onnx.module import Inputs, build_module, input_ports
+from kimigraph.capture.onnx.weights import held_weights
 from kimigraph.capture.signature import call_leaves
 from kimigraph.capture.source import Arguments, Loaded, ModelSource
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.descriptors import parse_descriptor
 from kimigraph.ir.errors import CompileError, UsageError
-from kimigraph.ir.onnx_format import NEXT, PHASE, RANGE, STATE
+from kimigraph.ir.onnx_format import NEXT, PHASE, RANGE, STATE, VALUE
 from kimigraph.ir.seeded import seeded_tensor
 
 
@@ -25,13 +28,15 @@ def onnx_source(path: Path, config: CompileConfig) -> ModelSource:
     """The source that the file is: one step with the sizes that it says.
 
     ``config.overrides`` (``--set``) give open sizes by name, and the file's properties: ``state <input>`` names the
-    output with the new value of a state, ``range <input>`` the bounds of its integers. Raises UsageError for a file
-    that is damaged or not to be trusted, CaptureError that lists operators without a translation.
+    output with the new value of a state, ``range <input>`` the bounds of its integers, ``value <input>`` what an input
+    of one element always is. Raises UsageError for a file that is damaged or not to be trusted, CaptureError that lists
+    operators without a translation.
     """
     if config.dtype:
         raise UsageError(f"--dtype does not apply to {path}: the file has the types that it was written with")
     file = check_file(read_onnx(path))
     properties = {**file.metadata, **dict(config.overrides)}
+    file = _with_values(file, properties)
     states = _states(file, properties)
     inputs = input_ports(file, states, {name: int(text) for name, text in properties.items() if text.isdigit()})
     ranges = {name: _range(file, name, properties) for name in _integers(inputs)}
@@ -79,6 +84,29 @@ def _states(file: OnnxFile, properties: Mapping[str, str]) -> dict[str, str]:
             if output != name and output in outputs and name not in told and output not in told.values():
                 told[name] = output
     return told
+
+
+def _with_values(file: OnnxFile, properties: Mapping[str, str]) -> OnnxFile:
+    """The file with inputs that are always one number as constants."""
+    told = {key.removeprefix(VALUE): text for key, text in properties.items() if key.startswith(VALUE)}
+    inputs = {port.name: port for port in file.inputs}
+    fixed: list[StoredTensor] = []
+    for name, text in told.items():
+        port = inputs.pop(name, None)
+        if port is None or port.dtype is None:
+            raise UsageError(f"{file.path}: the property '{VALUE}{name}' names no input; the file has {_few(inputs)}")
+        shape = port.shape or ()
+        if any(size != 1 for size in shape):
+            raise UsageError(f"{file.path}: input '{name}' is {list(shape)}; '{VALUE}{name}' is for one element")
+        try:
+            value = torch.tensor(float(text)).to(port.dtype)
+        except ValueError:
+            raise UsageError(
+                f"{file.path}: the property '{VALUE}{name}' is '{text}', and '{text}' is no number"
+            ) from None
+        data = value.reshape(1).view(torch.uint8).numpy().tobytes()
+        fixed.append(StoredTensor(name, port.dtype, port.kind, tuple(1 for _ in shape), data))
+    return replace(file, inputs=tuple(inputs.values()), weights=(*file.weights, *fixed)) if told else file
 
 
 def _few(names: Mapping[str, Any]) -> str:

@@ -10,9 +10,11 @@ from kimigraph.ir.operators import (
     attention_residual,
     attention_residual_history,
     attention_residual_merge,
+    exchange_picks,
     fp8_quantize,
     hadamard_rows,
     index_key_write,
+    index_scores,
     kda_decode,
     kda_decode_logged,
     kda_prefill,
@@ -26,6 +28,8 @@ from kimigraph.ir.operators import (
     moe_experts,
     mxfp4_quantize,
     mxfp8_quantize,
+    rank_gather,
+    rank_sum,
     rms_norm,
     short_conv,
     sparse_attention,
@@ -36,6 +40,8 @@ OPERATORS: dict[str, Operator] = {
     module.OPERATOR.name: module.OPERATOR
     for module in (
         lightning_indexer,
+        index_scores,
+        exchange_picks,
         sparse_attention,
         latent_attention,
         kda_decode,
@@ -57,6 +63,8 @@ OPERATORS: dict[str, Operator] = {
         hadamard_rows,
         mxfp4_quantize,
         moe_experts,
+        rank_sum,
+        rank_gather,
     )
 }
 """Every semantic operator by its bare name."""

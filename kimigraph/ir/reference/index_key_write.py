@@ -23,6 +23,8 @@ def index_key_write(
 ) -> None:
     """See ``kimigraph.ir.operators.index_key_write``: every position is checked before the first row is written."""
     sequence, token, block, row = cache_places("index_key_write", keys, positions, block_table)
+    if not len(sequence):  # all rows are skipped: another rank has them
+        return
     values = rotated(layer_normed(values, norm_weight, norm_bias, norm_eps), cos, sin, rope_style)
     if keys.dtype == torch.uint8:
         planes = index_key_planes(keys, descriptor)

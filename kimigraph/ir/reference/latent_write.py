@@ -24,6 +24,8 @@ def latent_write(
 ) -> None:
     """See ``kimigraph.ir.operators.latent_write``: every position is checked before the first row is written."""
     sequence, token, block, row = cache_places("latent_write", latent, positions, block_table)
+    if not len(sequence):  # all rows are skipped: another rank has them
+        return
     new = root_mean_square_normed(values[sequence, token], norm_weight, norm_eps)
     turned = None if rope_values is None else rotated(rope_values, cos, sin, rope_style)
     new_rope = None if turned is None else turned[sequence, token]

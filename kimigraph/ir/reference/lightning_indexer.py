@@ -1,11 +1,8 @@
 """Reference of ``kimigraph::lightning_indexer``."""
 
-import math
-
 import torch
 
-from kimigraph.ir.reference.cache_bytes import descriptor_fields, read_index_keys
-from kimigraph.ir.reference.mxfp8_quantize import mxfp8_dequantize, mxfp8_quantize
+from kimigraph.ir.reference.key_scores import key_scores
 
 
 def lightning_indexer(
@@ -26,26 +23,24 @@ def lightning_indexer(
     """See ``kimigraph.ir.operators.lightning_indexer``: scores, then the exact set of the first k, listed ascending."""
     batch, tokens, page = q.shape[0], q.shape[1], keys.shape[1]
     total = page if block_table is None else block_table.shape[1] * page
-    if keys.dtype == torch.uint8:
-        keys = read_index_keys(keys, descriptor)
-    fields = descriptor_fields(descriptor)
-    if quantises_q:
-        q, q_scales = mxfp8_quantize(q, group=int(fields["group"]))
-    if q_scales is not None:
-        q = mxfp8_dequantize(q, q_scales, group=int(fields["group"]))
     visible = torch.ones(batch, tokens, total, dtype=torch.bool, device=q.device)
     if block_table is not None:
-        keys = keys[block_table.clamp_min(0).long()].flatten(1, 2)
         visible &= (block_table >= 0).repeat_interleave(page, dim=1).unsqueeze(1)
     if lengths is not None:
         row = torch.arange(tokens, device=q.device).view(1, tokens, 1)
         visible &= torch.arange(total, device=q.device) < lengths.reshape(-1, 1, 1) + row
     if mask is not None:
         visible &= mask.expand(batch, tokens, total)
-    dots = torch.einsum("bshd,btd->bsht", q.float(), keys.float()) * scale
-    scores = torch.einsum("bsh,bsht->bst", weights.float(), dots.relu())
-    # Adding +0 turns -0 into +0.
-    scores = torch.where(scores.isnan(), -math.inf, scores) + 0.0
+    scores = key_scores(
+        q,
+        keys,
+        weights,
+        scale=scale,
+        block_table=block_table,
+        q_scales=q_scales,
+        quantises_q=quantises_q,
+        descriptor=descriptor,
+    )
     # Two stable sorts: by score (descending, index ascending), then visible keys before hidden ones.
     order = scores.argsort(dim=-1, descending=True, stable=True)
     hidden = ~visible.gather(-1, order)

@@ -125,7 +125,7 @@ def meshes(sizes: Sizes, gpus: int) -> Iterator[tuple[DeviceMesh, int]]:
             dp = gpus // (tp * pp)
             for ep in {1, dp}:
                 for sp in {1, tp}:
-                    yield DeviceMesh(dp=dp, pp=pp, tp=tp, sp=sp), ep
+                    yield DeviceMesh(dp=dp, pp=pp, tp=tp, sp=sp, over_tp=True), ep
 
 
 def best(

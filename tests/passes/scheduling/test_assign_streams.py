@@ -198,7 +198,7 @@ def test_two_branches_on_views_of_one_buffer_are_one_stream_and_on_two_buffers_t
 
 def test_collectives_of_two_branches_are_on_one_stream_in_the_order_of_the_program() -> None:
     """What two ranks could meet in another order would wait for ever."""
-    gather = torch.ops._c10d_functional.all_reduce.default
+    gather, wait = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
     graph = Graph()
     with FakeTensorMode():
         value = torch.empty(4)
@@ -207,7 +207,10 @@ def test_collectives_of_two_branches_are_on_one_stream_in_the_order_of_the_progr
     branches = []
     for branch in range(2):
         node = graph.call_function(torch.ops.aten.mul.Tensor, (x, branch + 2.0))
-        for target, *args in ((gather, "sum", "0"), (torch.ops.aten.sin.default,), (torch.ops.aten.cos.default,)):
+        for target, *args in (
+            *((gather, "sum", "0"), (wait,)),
+            *((torch.ops.aten.sin.default,), (torch.ops.aten.cos.default,)),
+        ):
             node.meta["val"] = value
             node = graph.call_function(target, (node, *args))
         node.meta["val"] = value

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kimigraph.ir.errors import UsageError
-
 
 @dataclass(frozen=True)
 class SequenceShards:
@@ -19,7 +17,7 @@ class SequenceShards:
 
     def __post_init__(self) -> None:
         if self.ways < 1 or self.run < 1:
-            raise UsageError(f"{self.ways} ranks with runs of {self.run} tokens: both must be positive")
+            raise ValueError(f"{self.ways} ranks with runs of {self.run} tokens: both must be positive")
 
     def owner(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rank that holds each token."""

@@ -1,0 +1,108 @@
+# pyright: basic
+# Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
+"""Words that ranks leave in one another's memory, and that say by their value that they have come.
+
+Each rank has room for two rounds: [2, WAYS - 1, WORDS] words, a slot for each other rank, filled with a value that no
+word has. A round is written while the one before may still be read; who has read a word of a round clears it at once.
+A rank that is in a round has ended the one before it, and so have the others ended the last but one: the words that it
+overwrites there were read and cleared.
+"""
+
+from importlib import import_module
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def room_of(peers, rank):
+    """Where the room of a rank begins; ``peers`` lists addresses, then the number of this rank."""
+    return tl.load(peers + rank).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def place_in(room, slot, at, WORDS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr):
+    """Places in a slot of a room; SIDE_BY_SIDE: ``at`` counts up from a multiple of 4, and 16 bytes go at a time."""
+    FAR: tl.constexpr = (WORDS + 3) // 4 * 4
+    place = room + slot.to(tl.int64) * FAR + at
+    if SIDE_BY_SIDE:
+        place = tl.multiple_of(tl.max_contiguous(place, 4), 16)
+    return place
+
+
+@triton.jit
+def leave_word(
+    peers, word, at, live, phase, own, WORDS: tl.constexpr, WAYS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr = True
+):
+    """Leave words of this rank, number ``own``, with every other rank."""
+    for rank in tl.static_range(WAYS):
+        slot = phase * (WAYS - 1) + own - (own > rank).to(tl.int32)
+        place = place_in(room_of(peers, rank), slot, at, WORDS, SIDE_BY_SIDE)
+        tl.store(place, word, mask=live & (own != rank), cache_modifier=".wt")
+
+
+@triton.jit
+def word_from(
+    room, rank, at, live, phase, own,
+    NONE: tl.constexpr, WORDS: tl.constexpr, WAYS: tl.constexpr, ALONE: tl.constexpr = True,
+):  # fmt: skip
+    """Words of another rank, once all of them have come; their places are cleared. 0 where ``rank`` is this one.
+
+    ALONE: one thread reads each word. Else some threads may have seen it come before others, and all read it again.
+    """
+    slot = phase * (WAYS - 1) + rank - (rank > own).to(tl.int32)
+    place = place_in(room, slot, at, WORDS, True)
+    wanted = live & (own != rank)
+    word = tl.load(place, mask=wanted, other=0, volatile=True)
+    while tl.max((word == NONE).to(tl.int32), 0) > 0:
+        word = tl.load(place, mask=wanted, other=0, volatile=True)
+    if not ALONE:
+        tl.debug_barrier()
+        word = tl.where(word == NONE, tl.load(place, mask=wanted, other=0, volatile=True), word)
+        tl.debug_barrier()
+    tl.store(place, tl.full(word.shape, NONE, tl.int32), mask=wanted)
+    return word
+
+
+def meeting_place(group, words, programs, none, device):
+    """Addresses of the ranks' rooms with this rank's number, and what round each program is in; None where ranks cannot
+    write into one another's memory. All ranks must ask, and all get the same answer.
+
+    Rooms are the process's, and stay until it leaves its groups: calls of one size share one, as they follow one
+    another, and symmetric memory that is freed while a graph is captured ends the process (torch 2.11).
+    """
+    rooms = vars(import_module("torch.distributed._symmetric_memory")).setdefault("kimigraph_rooms", {})
+    key = group, words, programs, none, device
+    if key not in rooms:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"ranks of '{group}' have not met yet: run the step once before it is captured")
+        rooms[key] = _met(group, words, programs, none, device)
+    return rooms[key]
+
+
+def _met(group, words, programs, none, device):
+    ranks = vars(import_module("torch._C._distributed_c10d"))["_resolve_process_group"](group)
+    if not _reach_one_another(ranks, device):
+        return None
+    memory = import_module("torch.distributed._symmetric_memory")
+    room = memory.empty(2 * (ranks.size() - 1) * (words + 3), dtype=torch.int32, device=device)
+    room.fill_(none)
+    handle = memory.rendezvous(room, ranks.group_name)
+    peers = torch.tensor([*handle.buffer_ptrs, ranks.rank()], dtype=torch.int64, device=device)
+    torch.cuda.synchronize(device)
+    torch.distributed.barrier(ranks)
+    return peers, torch.zeros(programs, dtype=torch.int32, device=device), room, handle
+
+
+def _reach_one_another(ranks, device):
+    """Whether all ranks are on GPUs of one machine, each of which can write into the memory of the others."""
+    host, number = import_module("socket").gethostname(), device.index
+    found = [None] * ranks.size()
+    torch.distributed.all_gather_object(found, (host, number), ranks)
+    others = [other for rank, (_, other) in enumerate(found) if rank != ranks.rank()]
+    seen = range(torch.cuda.device_count())
+    near = len(set(found)) == len(found) and {name for name, _ in found} == {host}
+    near = near and all(other in seen and torch.cuda.can_device_access_peer(number, other) for other in others)
+    torch.distributed.all_gather_object(found, near, ranks)
+    return all(found)
