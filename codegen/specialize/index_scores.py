@@ -8,7 +8,7 @@ from kimigraph.codegen.specialize.lightning_indexer import byte_form, key_group,
 from kimigraph.codegen.specialize.rendering import ahead_of_time, ceil_div, is_hopper, needed, padded, render
 
 TILE = (64, 64, 256)  # picks, heads and channels of one product
-TILE_FP32 = (64, 64, 32)
+TILE_FP32 = (32, 64, 32)
 
 
 def decoding(request: KernelRequest) -> str:
@@ -19,14 +19,8 @@ def decoding(request: KernelRequest) -> str:
     return {"bfloat16": "bf16", "uint8": "fp16", "float8_e4m3fn": "fp16"}.get(q.dtype, "bits")
 
 
-def build(
-    request: KernelRequest, *, picks_each: int | None = None, warps: int | None = None, decoded: str | None = None
-) -> KernelModule:
-    """One launch for ``[B, S, H, D]`` queries and ``[B, S, k]`` picks of whatever keys the plain indexer reads.
-
-    How many ``picks_each`` program scores, a power of two from 16 on, by how many ``warps``, and how bytes are
-    ``decoded`` follow from the request unless they are given.
-    """
+def build(request: KernelRequest) -> KernelModule:
+    """One launch for ``[B, S, H, D]`` queries and ``[B, S, k]`` picks of whatever keys the plain indexer reads."""
     q, keys, weights = needed(request, "q"), needed(request, "keys"), needed(request, "weights")
     picks = needed(request, "picks")
     table, q_scales = request.tensors.get("block_table"), request.tensors.get("q_scales")
@@ -40,7 +34,6 @@ def build(
     block_k, block_h, block_d = (
         min(padded(size, 16), most) for size, most in zip((top, heads, width), tile, strict=True)
     )
-    block_k = picks_each or block_k
     constants: dict[str, Any] = {
         "S": tokens,
         "H": heads,
@@ -61,13 +54,10 @@ def build(
         "GROUP": group,
         "Q_SCALE_STRIDE": (0, 0, 0, 0) if q_scales is None else q_scales.stride,
         "QUANTISES": bool(request.attributes.get("quantises_q", False)),
-        "DECODED": decoded or decoding(request),
+        "DECODED": decoding(request),
         "INTERPRET": False,
     }
-    if warps is None:
-        # fp32 products run on the plain cores, with operands in registers.
-        warps = max(block_k // (8 if tile == TILE_FP32 else 16), 1)
-    options = {"num_warps": warps, "num_stages": 1}
+    options = {"num_warps": block_k // 16, "num_stages": 1}
     text = render(
         "index_scores",
         {

@@ -10,14 +10,21 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from kimigraph import load
 from kimigraph.adapters.onnx_model import OnnxSession
 from kimigraph.capture import load_source
 from kimigraph.capture.onnx import control, walk
+from kimigraph.compiler import compile_source
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import CaptureError, KimigraphError, UsageError
+from kimigraph.onnx_export import export_onnx
 
 FLOAT, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 X = numpy.linspace(-3, 3, 24, dtype=numpy.float32).reshape(2, 3, 4)
+
+
+def ints(*values: int) -> Any:
+    return numpy.array(values, dtype=numpy.int64)
 
 
 def port(name: str, kind: int = FLOAT, shape: Any = None) -> Any:
@@ -288,3 +295,26 @@ def test_places_that_a_mask_picks_are_as_many_as_it_picks(axis: int, tmp_path: P
     proto = model(nodes, zero=numpy.float32(0), **given)
     check(proto, tmp_path / "m.onnx")
     check(proto, tmp_path / "m.onnx", x=numpy.abs(X))
+
+
+def test_a_program_and_a_file_of_sizes_that_the_run_knows(tmp_path: Path) -> None:
+    """What no proof removes stays: the places are counted anew in each run."""
+    nodes = [
+        node("ReduceSum", "x others", "line", keepdims=0),
+        node("Greater", "line zero", "mask"),
+        node("NonZero", "mask", "places"),
+        node("Squeeze", "places first", "place"),
+        node("Gather", "x place", "picked", axis=2),
+        node("Relu", "picked", "y0"),
+    ]
+    numbers = {"others": ints(0, 1), "first": ints(0), "zero": numpy.float32(0)}
+    onnx.save_model(model(nodes, **numbers), str(tmp_path / "m.onnx"))
+    compile_source(str(tmp_path / "m.onnx"), [CompileConfig(target="cpu:reference")], tmp_path / "a", lambda _: None)
+    program = load(tmp_path / "a", weights=str(tmp_path / "m.onnx"))
+    export_onnx(str(tmp_path / "m.onnx"), CompileConfig(), tmp_path / "again.onnx", lambda _: None)
+    sessions = [OnnxSession(tmp_path / name, 1) for name in ("m.onnx", "again.onnx")]
+    for x in (torch.from_numpy(X), torch.from_numpy(X).abs(), -torch.from_numpy(X).abs()):
+        (got,) = program(x)
+        for session in sessions:
+            (want,) = session.run({"x": x}).values()
+            torch.testing.assert_close(got, want)

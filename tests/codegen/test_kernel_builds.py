@@ -169,6 +169,18 @@ def experts(tokens, follows=True, target="cuda:sm_90") -> KernelRequest:
     return KernelRequest("moe_experts", tensors, attributes, target)
 
 
+def candidates(each: int, k: int, ways: int) -> KernelRequest:
+    given = {"scores": tensor(8, 1, each, dtype="float32"), "places": tensor(8, 1, each, dtype="int32")}
+    return KernelRequest(
+        "exchange_picks", given, {"k": k, "ways": ways, "run": 64, "group": "kimigraph.sp"}, "cuda:sm_90"
+    )
+
+
+def between_ranks(op: str, *shape: int, dtype="bfloat16", ways=2, **attributes: int) -> KernelRequest:
+    given = {"addend" if op == "rank_sum" else "part": tensor(*shape, dtype=dtype)}
+    return KernelRequest(op, given, {**attributes, "ways": ways, "group": "kimigraph.tp"}, "cuda:sm_90")
+
+
 REQUESTS = {
     "indexer": indexer(),
     "indexer_paged": indexer(paged=True),
@@ -218,6 +230,12 @@ REQUESTS = {
     "experts_b64": experts(64, follows=False),
     "experts_b1024": experts(1024, follows=False),
     "experts_prompt": experts(8192, follows=False),
+    "exchange": candidates(2048, 2048, 2),
+    "exchange_four": candidates(300, 512, 4),
+    "ranks_sum": between_ranks("rank_sum", 64, 1, 2304),
+    "ranks_sum_fp32": between_ranks("rank_sum", 8, 1, 2304, dtype="float32", ways=4),
+    "ranks_gather": between_ranks("rank_gather", 64, 1, 81920, dim=2),
+    "ranks_gather_picks": between_ranks("rank_gather", 32, 1, 2048, dtype="int32", dim=0, ways=8),
 }
 
 
@@ -498,3 +516,31 @@ def test_what_no_kernel_serves_is_refused(request_, complaint):
 def test_prefill_on_a_gpu_takes_any_operands(request_):
     """What the form in shared memory does not serve has the one for any size and device."""
     assert BUILDERS["kda_prefill"](request_).launches[0].function == "prepare_chunks"
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (1, 16), (8, 8), (64, 16)])
+def test_rows_in_fp8_are_not_taken_apart_by_the_plain_kernel(batch, heads):
+    """It takes 47 times as long (16 heads, 16 rows of 2,048 picks on an H200)."""
+    assert "'route': 'specialised warps" in BUILDERS["sparse_attention"](packed_attention(batch, heads)).text
+
+
+@pytest.mark.parametrize(("batch", "heads", "warps"), [(1, 16, False), (8, 16, False), (16, 16, True), (1, 17, True)])
+def test_few_heads_of_few_rows_in_bf16_take_the_plain_kernel(batch, heads, warps):
+    request = replace(attention(batch=batch, heads=heads), target="cuda:sm_90")
+    assert ("'route': 'specialised warps" in BUILDERS["sparse_attention"](request).text) is warps
+
+
+@pytest.mark.parametrize(("rows", "ctas"), [(1, 16), (8, 8), (16, 4), (32, 2), (64, 2)])
+def test_half_of_the_device_selects_as_long_as_a_row_has_two_programs(rows, ctas):
+    route = BUILDERS["lightning_indexer"](packed_indexer(rows, 131072)).route
+    assert f" {ctas} select" in route and ("few codes" in route) is (rows in (1, 32, 64))
+
+
+@pytest.mark.parametrize("name", [name for name in REQUESTS if name.startswith("ranks")])
+def test_ranks_write_and_read_16_bytes_at_a_time(built, name):
+    (launch,) = built[1][name].launches
+    lines = instructions(built, name, launch.function).splitlines()
+    wide = [line for line in lines if "STG" in line or "LDG" in line]
+    # One number a program says which round it is in; each rank's address is read alone.
+    narrow = [line for line in wide if ".128" not in line and "STG" in line]
+    assert sum(".128" in line for line in wide) >= 4 and len(narrow) <= 1

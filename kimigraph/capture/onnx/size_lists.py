@@ -8,6 +8,7 @@ import torch
 
 from kimigraph.capture.onnx.builder import Value
 from kimigraph.capture.onnx.call import Call, Handler
+from kimigraph.capture.onnx.joining import JOINING
 from kimigraph.capture.onnx.layout import LAYOUT, size_list
 from kimigraph.ir.open_sizes import larger, smaller
 
@@ -63,7 +64,7 @@ def _concat(c: Call) -> Value:
     for part in parts:
         placed.append(_places(part, len(numbers)))
         numbers += _numbers(c, part)
-    places = LAYOUT["Concat"](replace(c, operands=tuple(placed))).known
+    places = JOINING["Concat"](replace(c, operands=tuple(placed))).known
     return size_list(tuple(places.shape), [numbers[place] for place in places.reshape(-1).tolist()], parts[0].dtype)
 
 
@@ -96,7 +97,7 @@ def _quotient(a: Any, b: Any) -> Any:
 
 
 SIZE_LISTS: dict[str, Handler] = {
-    **{name: _moved(LAYOUT[name]) for name in MOVED},
+    **{name: _moved({**LAYOUT, **JOINING}[name]) for name in MOVED},
     "Identity": lambda c: c.operand(0),
     "Cast": _cast,
     "Gather": _gather,

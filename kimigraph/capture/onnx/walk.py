@@ -13,6 +13,7 @@ from kimigraph.capture.onnx.call import Call, Handler
 from kimigraph.capture.onnx.control import CONTROL, MOST_UNROLLED
 from kimigraph.capture.onnx.external import read_stored
 from kimigraph.capture.onnx.indexing import INDEXING
+from kimigraph.capture.onnx.joining import JOINING
 from kimigraph.capture.onnx.layout import LAYOUT
 from kimigraph.capture.onnx.pointwise import POINTWISE
 from kimigraph.capture.onnx.products import PRODUCTS
@@ -23,7 +24,7 @@ from kimigraph.ir.errors import CaptureError, KimigraphError
 from kimigraph.ir.onnx_format import DOMAIN
 from kimigraph.ir.open_sizes import OpenSizeError
 
-TABLE: dict[str, Handler] = {**POINTWISE, **LAYOUT, **INDEXING, **PRODUCTS}
+TABLE: dict[str, Handler] = {**POINTWISE, **LAYOUT, **JOINING, **INDEXING, **PRODUCTS}
 OF_TORCH = ("pytorch", "kimigraph")
 """Producers that write out the operators of torch: their TopK was ``torch.topk``."""
 

@@ -91,7 +91,7 @@ LAST_LENGTHS = torch.tensor([0, 1, 2, 3, 5, 7, 8, 11, 13, 17, 20, 21], dtype=tor
 
 @cache
 def captured(
-    model: str, rows: bool = False, stretch: bool = False, **options: Any
+    model: str, rows: bool = False, stretch: bool = False, until: str = "shard", **options: Any
 ) -> tuple[CapturedProgram, CompileConfig]:
     """The step of a model, or that of a ``stretch`` of its tokens, up to where ranks come in."""
     config = CompileConfig(target="cpu:reference", **{"batch": 12, "tokens": 1, "context": 24, **options})
@@ -104,7 +104,7 @@ def captured(
     if stretch:
         program.info[STRETCH] = options["tokens"] // config.sp
     pipeline = default_pipeline(config)
-    run_pipeline(program, Pipeline(pipeline.passes[: pipeline.names.index("shard")]), PassContext(config), [])
+    run_pipeline(program, Pipeline(pipeline.passes[: pipeline.names.index(until)]), PassContext(config), [])
     return program, config
 
 

@@ -107,6 +107,27 @@ def test_pages_of_any_size(page_size: int) -> None:
     assert_equal(both(program, shared, lengths=LAST_LENGTHS[4:8]))
 
 
+@pytest.mark.parametrize("layout", ["model", "paged"])
+def test_quantised_caches(layout: str) -> None:
+    """Steps from empty caches: rows are put into their bytes by the rank that has them."""
+    options: dict[str, Any] = {"policy": "deepseek", "cache_layout": layout, "page_size": 4, "sp": 2, "batch": 2}
+    program, config = captured("kimi", True, until="share-tokens", **options)
+    shared = on_ranks(program, config, 2, always=True)
+    caches = {spec.source: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in program.inputs
+              if spec.kind == "cache"}  # fmt: skip
+    assert any(cache.dtype == torch.uint8 for cache in caches.values())
+    one = [inputs_of(program, **caches)]
+    many = [inputs_of(shared, rank, **caches) for rank in range(2)]
+    ids, lengths = ([spec.source for spec in program.inputs].index(name) for name in ("input_ids", "lengths"))
+    for step in range(12):
+        for arguments in (*one, *many):
+            arguments[ids].fill_(7 * step + 1)
+            arguments[lengths].fill_(step)
+        [(wanted,)] = run_ranks(program.graph_module, one)
+        for (logits,) in run_ranks(shared.graph_module, many, shared.info["mesh"]):
+            assert (logits - wanted).abs().max() <= 1e-4 * wanted.abs().max(), step
+
+
 def test_a_second_step_with_fewer_tokens_is_as_fresh() -> None:
     """Failure row I11: nothing of the first step's exchange is left over in the second's."""
     program, config = captured("kimi")
