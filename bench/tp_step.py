@@ -6,8 +6,9 @@
 
 Weights and caches are random, drawn alike on both GPUs, and caches nearly full. Times are medians over replays of a
 CUDA graph, of two ranks the longer. ``without_communication_us`` is the program with every collective left out, and
-``by_library_us`` that with each of them by NCCL. Logits are compared with those of one GPU. In bf16 picks near the
-bound flip: ``--compare`` programs in float32, over a context of no more than the indexer's picks, have none that could.
+``by_library_us`` that with each sum and gather by NCCL. Logits are compared with those of one GPU. In bf16 picks near
+the bound flip: ``--compare`` programs in float32, over a context of no more than the indexer's picks, have none that
+could.
 """
 
 import argparse
@@ -25,14 +26,28 @@ from torch.profiler import ProfilerActivity, profile
 
 from kimigraph.bench.kernels import kernel_for
 from kimigraph.ir.manifest import Manifest
-from kimigraph.ir.mesh import COLLECTIVES, TP_GROUP
+from kimigraph.ir.mesh import COLLECTIVES
 from kimigraph.ir.program import InputSpec
-from kimigraph.ir.ranks import join, leave
+from kimigraph.ir.ranks import ALL_RANKS, join, leave
 from kimigraph.runtime.executor import Executor, load_program
 from kimigraph.weights import drawn_weight
 
 REPLAYS, IN_A_ROW, KERNELS = 41, 4, 24
 Step = Callable[[], Any]
+
+
+class Calls:
+    """A step as it is, in place of a graph of it: a prompt takes long enough for the host to keep ahead."""
+
+    def __init__(self, step: Step) -> None:
+        self.replay = step
+
+
+def replayed(executor: Executor, given: list[torch.Tensor]) -> torch.cuda.CUDAGraph | Calls:
+    """A decode step as a graph, a prompt as calls."""
+    if executor.manifest.info["phase"] == "prefill":
+        return Calls(lambda: executor(*given))
+    return graph_of(lambda: executor(*given))[0]
 
 
 def graph_of(step: Step) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -49,8 +64,9 @@ def graph_of(step: Step) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, result
 
 
-def microseconds(graph: torch.cuda.CUDAGraph, together: bool, replays: int = REPLAYS) -> float:
+def microseconds(graph: torch.cuda.CUDAGraph | Calls, together: bool, replays: int = REPLAYS) -> float:
     """Of one replay, median. Replays in a row spread the skew of the ranks' starts; the longer of the ranks counts."""
+    replays, in_a_row = (3, 1) if isinstance(graph, Calls) else (replays, IN_A_ROW)
     times: list[float] = []
     for _ in range(replays + 2):
         if together:
@@ -58,22 +74,25 @@ def microseconds(graph: torch.cuda.CUDAGraph, together: bool, replays: int = REP
         torch.cuda.synchronize()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        for _ in range(IN_A_ROW):
+        for _ in range(in_a_row):
             graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / IN_A_ROW)
+        times.append(begin.elapsed_time(end) * 1e3 / in_a_row)
     found = torch.tensor([statistics.median(times[2:])], device="cuda")
     if together:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
 
 
-def kernels_of(graph: torch.cuda.CUDAGraph, replays: int = 5) -> list[tuple[str, float, int]]:
+def kernels_of(graph: torch.cuda.CUDAGraph | Calls, together: bool) -> list[tuple[str, float, int]]:
     """Name, microseconds and number of the kernels of a replay that take longest."""
+    replays = 1 if isinstance(graph, Calls) else 5
     graph.replay()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as run:
+        if together:  # a rank that starts later would be waited for
+            dist.barrier()
         for _ in range(replays):
             graph.replay()
         torch.cuda.synchronize()
@@ -88,13 +107,13 @@ def collectives() -> list[dict[str, Any]]:
     """Microseconds of collectives of some sizes, twenty in a graph: the library's, and those of programs."""
     library: Any = getattr(torch.ops, COLLECTIVES)
     rows: list[dict[str, Any]] = []
-    how: dict[str, Any] = {"ways": dist.get_world_size(), "group": TP_GROUP}
+    how: dict[str, Any] = {"ways": dist.get_world_size(), "group": ALL_RANKS}
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
-        return library.wait_tensor(library.all_reduce(x, "sum", TP_GROUP))
+        return library.wait_tensor(library.all_reduce(x, "sum", ALL_RANKS))
 
     def all_gather(x: torch.Tensor) -> torch.Tensor:
-        return library.wait_tensor(library.all_gather_into_tensor(x, how["ways"], TP_GROUP))
+        return library.wait_tensor(library.all_gather_into_tensor(x, how["ways"], ALL_RANKS))
 
     for shape in ((8, 2304), (64, 2304), (64, 3456), (8, 81920), (64, 81920)):
         x = torch.randn(shape, device="cuda").bfloat16()
@@ -123,8 +142,9 @@ def bound(directory: Path, rank: int, nudged: bool = False) -> Executor:
 
 
 def arguments(executor: Executor, rank: int) -> list[torch.Tensor]:
-    """The caller's tensors: caches with room for two more tokens, the same for one GPU and for two."""
-    length = int(executor.manifest.info["context"]) - 2
+    """The caller's tensors, the same for one GPU and for two: caches with room for two more tokens; of a prompt new."""
+    info = executor.manifest.info
+    length = 0 if info["phase"] == "prefill" else int(info["context"]) - 2
     return [_argument(spec, length, rank, executor.device) for spec in executor.caller_inputs]
 
 
@@ -137,7 +157,7 @@ def _argument(spec: InputSpec, length: int, rank: int, device: torch.device) -> 
         return torch.randint(0, spec.value_range[1], spec.shape, generator=random, device=device, dtype=dtype)
     whole = torch.empty(spec.whole_shape, dtype=dtype, device=device)
     whole.normal_(0, 0.1 if spec.source.endswith("kda") else 1.0, generator=random)
-    return whole if spec.shared is None else spec.shared.take(whole, rank)
+    return whole if spec.shared is None else spec.taken(whole, rank)
 
 
 def changed(directory: Path, silent: bool) -> Callable[..., Any]:
@@ -146,6 +166,8 @@ def changed(directory: Path, silent: bool) -> Callable[..., Any]:
     for name, launch in vars(program.kernels).items():
         if name.startswith(("rank_sum", "rank_gather")):
             vars(program.kernels)[name] = partial(_left_out, launch) if silent else by_library(launch)
+        elif name.startswith("exchange_picks") and silent:
+            vars(program.kernels)[name] = partial(_own_picks, launch)
     return program.step
 
 
@@ -159,14 +181,21 @@ def _left_out(launch: Callable[..., Any], operand: torch.Tensor, memory: Any = t
     return memory.empty(launch.__globals__["CONSTANTS"]["out"], dtype=operand.dtype, device=operand.device)
 
 
+def _own_picks(launch: Callable[..., Any], scores: torch.Tensor, places: torch.Tensor, memory: Any = torch) -> Any:
+    """Places of a rank as if all of its candidates had won."""
+    del scores, memory
+    wanted = launch.__globals__["CONSTANTS"]["out"][-1]
+    return torch.nn.functional.pad(places, (0, wanted - places.shape[-1]), value=-1), places
+
+
 def one_gpu(directory: Path, timed: bool) -> tuple[torch.Tensor, dict[str, Any]]:
     """Logits of the program for one GPU, and its figures."""
     executor = bound(directory, 0)
     given = arguments(executor, 0)
     logits, row = executor(*given)[0].float().clone(), dict[str, Any]()
     if timed:
-        graph, _ = graph_of(lambda: executor(*given))
-        row = {"one_gpu_us": microseconds(graph, False), "one_gpu_kernels": kernels_of(graph)}
+        graph = replayed(executor, given)
+        row |= {"one_gpu_us": microseconds(graph, False), "one_gpu_kernels": kernels_of(graph, False)}
         del graph, executor, given
         torch.cuda.empty_cache()
         executor = bound(directory, 0, nudged=True)
@@ -194,24 +223,25 @@ def two_gpus(directory: Path, rank: int, timed: bool) -> tuple[torch.Tensor, dic
     forms["without_communication_us"] = lambda: changed(directory, True)
     for name, form in forms.items() if timed else ():
         executor.step = form()
-        graph, _ = graph_of(lambda: executor(*given))
+        graph = replayed(executor, given)
         row[name] = microseconds(graph, True)
         if name == "two_gpus_us":
-            row["two_gpus_kernels"] = kernels_of(graph)
+            row["two_gpus_kernels"] = kernels_of(graph, True)
     return logits, row
 
 
-def compared(name: str, programs: Path, rank: int, timed: bool) -> dict[str, Any]:
+def compared(name: str, programs: Path, form: str, rank: int, timed: bool) -> dict[str, Any]:
     """All figures of the two programs of that name; those of rank 0 count."""
-    manifest = Manifest.read(programs / f"{name}-tp2")
-    row: dict[str, Any] = {"program": name, "batch": manifest.info["batch"], "context": manifest.info["context"]}
+    manifest = Manifest.read(programs / f"{name}-{form}")
+    shape = {key: manifest.info[key] for key in ("batch", "context")}
+    row: dict[str, Any] = {"program": f"{name}-{form}", **shape}
     wanted = None
     if rank == 0:
         wanted, facts = one_gpu(programs / f"{name}-tp1", timed)
         row |= facts
         torch.cuda.empty_cache()
     dist.barrier()
-    logits, facts = two_gpus(programs / f"{name}-tp2", rank, timed)
+    logits, facts = two_gpus(programs / f"{name}-{form}", rank, timed)
     row |= facts
     torch.cuda.empty_cache()
     if wanted is not None:
@@ -225,15 +255,16 @@ def compared(name: str, programs: Path, rank: int, timed: bool) -> dict[str, Any
 def main() -> None:
     """Measure every pair of programs and write one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--programs", type=Path, required=True, help="directory with NAME-tp1 and NAME-tp2")
+    parser.add_argument("--programs", type=Path, required=True, help="directory with NAME-tp1 and NAME-FORM")
+    parser.add_argument("--form", choices=["tp2", "sp2"], default="tp2", help="what the two ranks share out")
     parser.add_argument("--names", nargs="+", required=True, help="pairs that are timed and compared")
     parser.add_argument("--compare", nargs="*", default=[], help="pairs that are compared alone")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    rank = join({"tp": 2}, "cuda")
+    rank = join({options.form[:2]: 2}, "cuda")
     document: dict[str, Any] = {**run_facts(), "collectives_us": collectives(), "rows": []}
     for name in (*options.compare, *options.names):
-        row = compared(name, options.programs, rank, name in options.names)
+        row = compared(name, options.programs, options.form, rank, name in options.names)
         document["rows"].append(row)
         if rank == 0:
             options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

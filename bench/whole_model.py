@@ -221,7 +221,7 @@ def widen_while_it_runs(unit: nn.Module) -> None:
 def step_of(generator: Generator, batch: int, tokens: int) -> BoundStep:
     """The step over the first rows of the batch, or over the sequence that is being read."""
     slots = generator.engine.slots
-    return generator.programs.step(batch, tokens, slots.first(batch) if tokens == 1 else slots.staging)
+    return generator.programs.bound(batch, tokens, slots.first(batch) if tokens == 1 else slots.staging)
 
 
 def measured(options: argparse.Namespace, config: CompileConfig) -> None:

@@ -332,7 +332,7 @@ def optimize(
     config = config or CompileConfig()
     if config.pp > 1:
         raise UsageError(
-            f"pp {config.pp}: stages share out the layers of a model in a directory, and a call of one stage is no call "
+            f"pp {config.pp}: stages share out the layers of a model in a directory, and a call of one stage is none "
             "of the model; use kimigraph.Generator or `kimigraph compile --pp`"
         )
     compiler = _Compiler(model, config)

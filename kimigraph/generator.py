@@ -334,7 +334,9 @@ class Generator:
         shape = state_shape(model)
         programs.verifying.model(rows, 1 + tokens)
         log = None if shape is None else programs.replay_log(shape.of_rank(config.tp), rows, 1 + tokens)
-        slots = SlotCaches(cache_rows(model, config.tp), rows, programs.device, {} if log is None else log.states)
+        slots = SlotCaches(
+            cache_rows(model, config.tp, config.sp), rows, programs.device, {} if log is None else log.states
+        )
         return ModelDraft(programs, slots, log, 1 + tokens, self.context)
 
     def _slots(

@@ -2,8 +2,8 @@
 
 A collective runs on a stream of the library's own. It begins as soon as its input is there, and is waited for at the
 first use of what it gives; what stands behind that and does not need it goes in front. A sum of a long product is made
-in parts, each summed while the next is multiplied, where the cost model says that this is quicker. The order in which
-collectives begin never changes: it is numbered here, and ``verify-schedule`` holds the program to it.
+in parts, each summed while the next is multiplied, where the cost model says that this is quicker; two halves of a
+batch take turns. Then the collectives are numbered, and ``verify-schedule`` holds the program to that order.
 """
 
 from collections.abc import Sequence

@@ -163,7 +163,7 @@ def share(kind: str, size: str, **options: Any) -> dict[str, Any]:
         generator = Generator(scratch, config=config, max_batch=1, chunks=())
         slots = generator.engine.slots
         slots.begin(PROMPT + 1)
-        step = generator.programs.step(1, 1, slots.staging)
+        step = generator.programs.bound(1, 1, slots.staging)
         for place in range(PROMPT + 1):
             step([[5 + place]], [place])
             slots.read(1)

@@ -86,7 +86,7 @@ def build(request: KernelRequest) -> KernelModule:
     }
     keeps = records["keys"] is not None or records["inputs"] is not None
     launch = {"out": (batch, tokens, heads, value_dim), "grid": (batch * heads,)}
-    if request.target.startswith("cuda") and fits_gluon(constants):
+    if request.target.startswith("cuda") and fits_gluon(constants, logs=records["keys"] is not None and filled is None):
         return build_gluon(request.op, launch, operands, constants)
     options = {"num_warps": min(max(block_k * block_v // STATE_PER_WARP, 1), 16), "num_stages": 1}
     if tokens == 1 and options["num_warps"] == 8 and not keeps:
@@ -109,11 +109,15 @@ def record(request: KernelRequest, name: str) -> TensorSpec | None:
     return spec
 
 
-def fits_gluon(constants: dict[str, Any]) -> bool:
-    """Whether the form for heads of 128 serves the step: three columns of history, K innermost, a few tokens."""
-    fixed = {"K": GLUON_SIDE, "V": GLUON_SIDE, "W": 4, "N": 3}
-    innermost = constants["STATE_STRIDE"][3] == 1
-    fits = innermost and constants["S"] <= MOST_TOKENS and constants["L"] <= MOST_LOGGED
+def fits_gluon(constants: dict[str, Any], logs: bool = False) -> bool:
+    """Whether the form for heads of 128 serves the step: three columns of history, K innermost, a few tokens.
+
+    A step that ``logs`` its tokens reads the states alone: either layout, and of a longer history the last columns.
+    """
+    fixed = {"K": GLUON_SIDE, "V": GLUON_SIDE, "W": 4}
+    innermost, columns = constants["STATE_STRIDE"][3] == 1, constants["N"]
+    fits = constants["S"] <= MOST_TOKENS and constants["L"] <= MOST_LOGGED
+    fits = fits and (columns >= 3 if logs else innermost and columns == 3)
     return fits and all(constants[name] == value for name, value in fixed.items())
 
 
@@ -125,12 +129,12 @@ def build_gluon(
     Products and sums stay apart where the text does not join them: the compiler would join others in the step that
     verifies drafts than here, and its records would not be what this step adds to the state.
     """
-    constants = without(constants, "K", "V", "W", "N", "BLOCK_K", "BLOCK_V", "BLOCK_N", "INTERPRET")
+    constants = without(constants, "K", "V", "W", "BLOCK_K", "BLOCK_V", "BLOCK_N", "INTERPRET")
     options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
     if operands["filled"] is not None:
         kernel = "kda_logged_step"
         operands = without(operands, *OF_PLAIN_STEPS, "inputs", "states")
-        constants = without(constants, *GATE_CONSTANTS, "S")
+        constants = without(constants, *GATE_CONSTANTS, "N", "S")
         constants["PADDED"] = padded(constants["L"])
         options["maxnreg"] = 128  # two programs share an SM
     elif operands["inputs"] is not None:
@@ -141,7 +145,7 @@ def build_gluon(
         constants = without(constants, *GATE_CONSTANTS, "L") | {"PADDED": padded(constants["S"]), "GROUP": AHEAD}
     else:
         kernel = "kda_step"
-        operands, constants = without(operands, *RECORDS, "filled"), without(constants, "L")
+        operands, constants = without(operands, *RECORDS, "filled"), without(constants, "L", "N")
         parts, stream = parts_and_streaming(launch["grid"][0]) if constants["S"] == 1 else (1, False)
         constants |= {"BLOCKS": parts, "STREAM": stream}
         if constants["S"] == 1:

@@ -84,55 +84,59 @@ def least_bin_of_all(
 @triton.jit
 def count_of(live):
     """How many there are of all ranks."""
-    return tl.sum(tl.sum(live.to(tl.int32), 1), 0)
+    return tl.sum(live.to(tl.int32))
 
 
 @triton.jit
 def last_winner(code, token, live, wanted):
     """Code and token of the ``wanted``-th of those that are ``live``, higher codes and lower tokens first; a code below
     all where there are no more."""
-    low = tl.min(tl.min(tl.where(live, code, 2147483647), 1), 0).to(tl.int64)
-    high = tl.max(tl.max(tl.where(live, code, -2147483647), 1), 0).to(tl.int64)
-    cut, cut_token = low - 1, tl.full((), 2147483647, tl.int64)
+    low = tl.min(tl.where(live, code, 2147483647))
+    high = tl.max(tl.where(live, code, -2147483647))
+    cut, cut_token = -2147483647 + tl.full((), 0, tl.int32), 2147483647 + tl.full((), 0, tl.int32)
     if count_of(live) > wanted:
         while low < high:  # the highest code that so many reach
-            middle = (low + high + 1) >> 1
+            middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up, in 32 bits
             enough = count_of(live & (code >= middle)) >= wanted
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle - 1)
         cut = low
         wanted -= count_of(live & (code > cut))
         equal = live & (code == cut)
-        first = tl.full((), 0, tl.int64)
-        while first < cut_token:  # the lowest token up to which there are so many of that code
-            middle = (first + cut_token) >> 1
-            enough = count_of(equal & (token <= middle)) >= wanted
-            cut_token = tl.where(enough, middle, cut_token)
-            first = tl.where(enough, first, middle + 1)
+        if count_of(equal) > wanted:
+            first = tl.full((), 0, tl.int32)
+            while first < cut_token:  # the lowest token up to which there are so many of that code
+                middle = first + (cut_token - first) // 2
+                enough = count_of(equal & (token <= middle)) >= wanted
+                cut_token = tl.where(enough, middle, cut_token)
+                first = tl.where(enough, first, middle + 1)
     return cut, cut_token
 
 
 @triton.jit
-def merge_lists(lists, token, wins, out, N: tl.constexpr, K: tl.constexpr, WAYS: tl.constexpr, BLOCK_W: tl.constexpr,
-                BLOCK_K: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+def merge_lists(
+    lists, token, wins, out,
+    N: tl.constexpr, K: tl.constexpr, WAYS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
     """Write the winners of all ranks [BLOCK_W, .], each rank's ascending, in ascending order, then -1."""
     lane = tl.arange(0, BLOCK_W)
-    order = tl.cumsum(wins.to(tl.int32), 1) - 1
+    at = tl.cumsum(wins.to(tl.int32), 1) - 1
     counts = tl.sum(wins.to(tl.int32), 1)
-    tl.store(lists + lane[:, None] * N + order, token, mask=wins)
+    tl.store(lists + lane[:, None] * N + at, token, mask=wins)
     tl.debug_barrier()
-    at = tl.zeros(token.shape, tl.int32)
-    for rank in tl.static_range(WAYS):
-        count = tl.sum(tl.where(lane == rank, counts, 0), 0)
+    for turn in tl.static_range(1, WAYS):
+        other = (lane + turn) % WAYS
+        there = lists + other[:, None] * N
+        same = other[:, None] == lane[None, :]
         begin = tl.zeros(token.shape, tl.int32)
-        end = begin + count
+        end = begin + tl.sum(tl.where(same, counts[None, :], 0), 1)[:, None]
         for _ in range(STEPS):  # how many of that rank stand before each
             middle = (begin + end) >> 1
             open_ = begin < end
-            there = tl.load(lists + rank * N + middle, mask=wins & open_, other=0)
-            before = open_ & (there < token)
+            before = open_ & (tl.load(there + middle, mask=wins & open_, other=2147483647) < token)
             begin = tl.where(before, middle + 1, begin)
-            end = tl.where(open_ & (there >= token), middle, end)
+            end = tl.where(before, end, middle)
         at += begin
     tl.store(out + at, token, mask=wins)
     column = tl.arange(0, BLOCK_K)

@@ -35,7 +35,7 @@ def load_channels(
     STRIDE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
-    DECODED: tl.constexpr = "bits",
+    DECODED: tl.constexpr,
 ):
     """BLOCK_D channels of each row, along ``axis``; zeros outside.
 

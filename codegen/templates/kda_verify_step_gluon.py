@@ -36,6 +36,7 @@ def kda_verify_step(
     S: gl.constexpr,
     PADDED: gl.constexpr,
     GROUP: gl.constexpr,
+    N: gl.constexpr,
     H: gl.constexpr,
     SCALE: gl.constexpr,
     L2_EPS: gl.constexpr,
@@ -71,7 +72,7 @@ def kda_verify_step(
     sequence = (program // H).to(gl.int64)
     v = gl.arange(0, D, layout=VALUES)
     k = gl.arange(0, D, layout=KEYS)
-    within = gl.expand_dims(v * STATE_STRIDE[2], 1) + gl.expand_dims(k, 0)
+    within = gl.expand_dims(v * STATE_STRIDE[2], 1) + gl.expand_dims(k * STATE_STRIDE[3], 0)
     memory = gl.load(state + sequence * STATE_STRIDE[0] + head.to(gl.int64) * STATE_STRIDE[1] + within).to(gl.float32)
 
     row = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, CHANNELS)), 1)
@@ -79,7 +80,7 @@ def kda_verify_step(
     is_gate = (row == 2) & (at >= 0)
     mixes = (row != 2) & (at >= 0)
     channel = gl.where(row == 3, 2, row) * (H * D) + head * D + at
-    conv_place = conv_state + sequence * CONV_STRIDE[0] + channel * CONV_STRIDE[1]
+    conv_place = conv_state + sequence * CONV_STRIDE[0] + channel * CONV_STRIDE[1] + (N - 3) * CONV_STRIDE[2]
     x_place = qkv + sequence * QKV_STRIDE[0] + channel * QKV_STRIDE[2]
     gate_place = gate + sequence * GATE_STRIDE[0] + head * GATE_STRIDE[2] + at * GATE_STRIDE[3] + row * 0
     beta_place = beta + sequence * BETA_STRIDE[0] + head * BETA_STRIDE[2]

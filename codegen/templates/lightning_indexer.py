@@ -92,7 +92,7 @@ def score_keys(
         if GROUP > 0:
             tile = load_groups(key_row, scale_bytes, exists[:, None], 0, 1, D, GROUP, BLOCK_D, UPCAST)
         else:
-            tile = load_channels(key_row, exists[:, None], 0, 1, D, KEY_STRIDE[2], BLOCK_D, UPCAST)
+            tile = load_channels(key_row, exists[:, None], 0, 1, D, KEY_STRIDE[2], BLOCK_D, UPCAST, "bits")
     for step in range(0, last_token - first_token + 1):
         token = first_token + step
         score = tl.zeros([BLOCK_T], tl.float32)
@@ -107,13 +107,17 @@ def score_keys(
                     if GROUP > 0:
                         tile = load_groups(key_row, scale_bytes, exists[:, None], channel, 1, D, GROUP, BLOCK_D, UPCAST)
                     else:
-                        tile = load_channels(key_row, exists[:, None], channel, 1, D, KEY_STRIDE[2], BLOCK_D, UPCAST)
+                        tile = load_channels(
+                            key_row, exists[:, None], channel, 1, D, KEY_STRIDE[2], BLOCK_D, UPCAST, "bits"
+                        )
                 if q_scales is not None:
                     powers = q_scales + sequence * Q_SCALE_STRIDE[0] + token.to(tl.int64) * Q_SCALE_STRIDE[1]
                     powers += head[None, :] * Q_SCALE_STRIDE[2]
                     query = load_groups(q_row, powers, (head < H)[None, :], channel, 0, D, GROUP, BLOCK_D, UPCAST)
                 else:
-                    query = load_channels(q_row, (head < H)[None, :], channel, 0, D, Q_STRIDE[3], BLOCK_D, UPCAST)
+                    query = load_channels(
+                        q_row, (head < H)[None, :], channel, 0, D, Q_STRIDE[3], BLOCK_D, UPCAST, "bits"
+                    )
                     if QUANTISES:
                         query = rounded_groups(query, GROUP)
                 dots = tl.dot(tile, query, dots, input_precision="ieee")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,7 @@ from kimigraph.codegen.kernel import KernelRequest, TensorSpec
 from kimigraph.codegen.specialize import BUILDERS
 
 
-def kernel_for(op: str, tensors: dict[str, torch.Tensor | None], attributes: dict[str, Any]) -> ModuleType:
+def kernel_for(op: str, tensors: Mapping[str, torch.Tensor | None], attributes: dict[str, Any]) -> ModuleType:
     """The imported kernel module that the compiler writes for this call on "cuda"; its ``launch`` takes the tensors."""
     specs = {name: None if tensor is None else _specification(tensor) for name, tensor in tensors.items()}
     built = BUILDERS[op](KernelRequest(op, specs, attributes, "cuda"))

@@ -202,8 +202,10 @@ def _in_order(parts: list[list[dict[str, Any]]], count: int) -> list[dict[str, A
 def _check_ranks(mesh: DeviceMesh, cache: str, draft: str | None) -> None:
     """What several ranks cannot do; UsageError that says what to leave out."""
     told = " ".join(f"--{dim} {size}" for dim, size in mesh.sizes.items() if size > 1 and dim != "dp")
-    if mesh.sp * mesh.pp > 1 and draft is not None:
-        raise UsageError(f"{told} with --draft is not possible: leave out one of them, or share out by --tp alone")
+    if mesh.pp > 1 and draft is not None:
+        raise UsageError(
+            f"{told} with --draft is not possible: leave out one of them, or share out by --tp and --sp alone"
+        )
     if mesh.ways > 1 and cache not in ("use", "refresh"):
         raise UsageError(f"{told} with --cache {cache}: ranks take programs from the compile cache; use or refresh it")
 

@@ -10,9 +10,8 @@ from torch import SymInt
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 Made = TypeVar("Made")
-
-
 UNBOUNDED = 10**6
+"""What a size without a bound counts as, where something is estimated."""
 
 
 class OpenSizeError(Exception):

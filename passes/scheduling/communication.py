@@ -18,6 +18,8 @@ from kimigraph.passes.algebra.rewrite import call
 
 ATEN = torch.ops.aten
 PARTS = (2, 4)
+DEARER = 1.25
+"""Parts of a product together take up to so many times as long as the whole: bench/results/product_parts.json."""
 REACH = 256
 """Nodes behind a collective that are looked at for work that does not wait for it: what they make lives longer."""
 
@@ -134,7 +136,7 @@ def _seconds(pair: Pair, product: Node, parts: int, links: Links, ways: int, dev
     work, weight = work_of(product), product.all_input_nodes[1].meta["val"].nbytes
     one = links.seconds(pair.start, ways, parts)
     flops = {kind: amount // parts for kind, amount in work.flops.items()}
-    each = Work(weight + (work.bytes - weight) // parts, flops, 1).seconds(device)
+    each = DEARER * Work(weight + (work.bytes - weight) // parts, flops, 1).seconds(device)
     multiplied = summed = 0.0
     for _ in range(parts):
         multiplied += each

@@ -24,6 +24,8 @@ CACHE_OPERANDS = {
     "sparse_attention": "latent",
 }
 """The operators that work on part of a sequence, and the operand that says whose cache it is."""
+CACHES = "cache."
+"""What the names of caches begin with; states and their logs are alike on all ranks."""
 _TARGETS = {OPERATORS[name].overload: operand for name, operand in CACHE_OPERANDS.items()}
 
 
@@ -96,6 +98,8 @@ class CacheShares:
     def _holds_tokens(self, spec: InputSpec, node: Node) -> bool:
         if spec.kind != "cache" or node.meta["val"].dim() < 2:
             return False
+        if not spec.descriptor and not spec.source.startswith(CACHES):
+            return False  # logs of recurrent states
         if not spec.descriptor:
             raise CompileError(
                 f"sp {self.ways}: {spec.source} has no descriptor, so it is not known which tokens of a sequence it "

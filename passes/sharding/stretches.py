@@ -13,6 +13,8 @@ from kimigraph.passes.algebra.rewrite import call
 
 ATEN = torch.ops.aten
 C10D: Any = getattr(torch.ops, COLLECTIVES)
+ALIGNMENT = 16
+"""Bytes to a multiple of which kernels hold their inputs to lie."""
 CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 
@@ -29,7 +31,9 @@ class Stretches:
     def own(self, value: Node, dim: int) -> Node:
         """Of what all ranks have the rank's part along ``dim``."""
         if dim == 0:
-            return self.make(OWN_ROWS, value, self.ways, SP_GROUP)
+            own = self.make(OWN_ROWS, value, self.ways, SP_GROUP)
+            # The next rank's part begins where kernels may not begin to read.
+            return self.make(ATEN.clone.default, own) if own.meta["val"].nbytes % ALIGNMENT else own
         turned = self.make(ATEN.clone.default, self.make(ATEN.transpose.int, value, 0, dim), **CONTIGUOUS)
         own = self.make(ATEN.transpose.int, self.make(OWN_ROWS, turned, self.ways, SP_GROUP), 0, dim)
         return self.make(ATEN.clone.default, own, **CONTIGUOUS)

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from kimigraph import load
 from kimigraph.adapters.onnx_model import OnnxSession
 from kimigraph.capture import load_source
-from kimigraph.capture.onnx import control, walk
+from kimigraph.capture.onnx import builder, control, walk
 from kimigraph.compiler import compile_source
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import CaptureError, KimigraphError, UsageError
@@ -270,6 +270,22 @@ def test_loops_in_loops_end_at_a_number_of_nodes(tmp_path: Path) -> None:
     proto = helper.make_model(outer, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     text = refused(proto, tmp_path / "m.onnx", kind=KimigraphError)
     assert "the loops become more than 500 nodes where they are unrolled, at '" in text
+
+
+def test_what_turns_compute_beforehand_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn would fill a megabyte that is known now."""
+    monkeypatch.setattr(builder, "FOLDED_IN_ALL", 2**22)
+    body = graph(
+        [node("ConstantOfShape", "sides", "square"), node("ReduceSum", "square", "sum", keepdims=0),
+         node("Add", "s sum", "t"), node("Identity", "b", "a")],
+        [port("i", INT, []), port("b", BOOL, []), port("s", FLOAT, X.shape)],
+        [port("a", BOOL, []), port("t", FLOAT, X.shape)],
+        sides=ints(512, 512),
+    )  # fmt: skip
+    proto = model([node("Loop", "n - x", "y0", body=body)], n=numpy.int64(10))
+    check(proto, tmp_path / "m.onnx")
+    module, _, _ = load_source(str(tmp_path / "m.onnx"), CompileConfig()).build()
+    assert 5 <= sum("full" in str(n.target) for n in module.graph.nodes) <= 7
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])

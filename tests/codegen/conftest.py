@@ -17,6 +17,7 @@ from kimigraph.ir.fake import infer_all
 from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.program import CapturedProgram, InputSpec, OutputSpec
 
+sys.path.insert(0, str(Path(__file__).parent))  # for the requests that several files share
 torch.set_num_threads(1)
 INFO = {"model_type": "toy", "phase": "decode", "shape_key": "B2-N1-C8", "source": "/somewhere/toy"}
 

@@ -1,4 +1,4 @@
-"""What sm_90a's compiler makes of kernels of several ranks: sums, gathers, the scores of picks that are compared."""
+"""What sm_90a's compiler makes of kernels of several ranks: sums, gathers, picks that are scored and exchanged."""
 
 import ast
 import json
@@ -8,23 +8,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from kernel_requests import PACKED_KEYS, tensor
 
 from kimigraph.codegen import cross_compile_worker
 from kimigraph.codegen.host_half import host_half
-from kimigraph.codegen.kernel import KernelModule, KernelRequest, TensorSpec
+from kimigraph.codegen.kernel import KernelModule, KernelRequest
 from kimigraph.codegen.specialize import BUILDERS
-from kimigraph.ir.descriptors import IndexKeyDescriptor
 from kimigraph.ir.env import compiler_environment
 
 TARGET = "cuda:sm_90"
-PACKED_KEYS = str(IndexKeyDescriptor("paged", "float8_e4m3fn", 128, page_size=64, scales="power2"))
 
 
-def tensor(*shape: int, dtype: str = "bfloat16") -> TensorSpec:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return TensorSpec(shape, tuple(strides[: len(shape)]), dtype)
+def candidates(each: int, k: int, ways: int) -> KernelRequest:
+    given = {"scores": tensor(8, 1, each, dtype="float32"), "places": tensor(8, 1, each, dtype="int32")}
+    return KernelRequest("exchange_picks", given, {"k": k, "ways": ways, "run": 64, "group": "kimigraph.sp"}, TARGET)
 
 
 def between_ranks(op: str, *shape: int, dtype="bfloat16", ways=2, **attributes: int) -> KernelRequest:
@@ -50,6 +47,8 @@ def picked(q="bfloat16", keys="bfloat16", paged=False, tokens=1, total=32768) ->
 
 
 REQUESTS = {
+    "exchange": candidates(2048, 2048, 2),
+    "exchange_four": candidates(300, 512, 4),
     "sum": between_ranks("rank_sum", 64, 1, 2304),
     "sum_fp32": between_ranks("rank_sum", 8, 1, 2304, dtype="float32", ways=4),
     "gather": between_ranks("rank_gather", 64, 1, 81920, dim=2),
@@ -60,7 +59,7 @@ REQUESTS = {
     "picked_packed_bf16": picked("bfloat16", "uint8"),
     "picked_fp32": picked("float32", "float32"),
 }
-BETWEEN_RANKS = [name for name in REQUESTS if not name.startswith("picked")]
+BETWEEN_RANKS = [name for name in REQUESTS if name.startswith(("sum", "gather"))]
 BY_WARP_GROUPS = [name for name in REQUESTS if name.startswith("picked") and name != "picked_fp32"]
 
 

@@ -86,7 +86,7 @@ CASES = {  # request, form for heads of 128, bytes of spills a thread
     "verify_two": (verifying(tokens=2), True, 0),
     "verify_nine": (verifying(tokens=9), True, 32),
     "verify_twelve": (verifying(tokens=12), False, 64),
-    "verify_kimi_linear": (as_kimi_linear(verifying()), False, 320),
+    "verify_kimi_linear": (as_kimi_linear(verifying()), True, 80),
     "fold_kimi_linear": (as_kimi_linear(fold()), False, 0),
     "states": (verifying("kda_verify_states"), True, 0),
     "logged": (logged(), True, 16),

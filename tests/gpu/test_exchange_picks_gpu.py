@@ -1,5 +1,7 @@
 """The exchange of candidates in one launch: each rank is a stream of one GPU, and gives what the reference gives."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ class Ranks:
     """The kernel of ``ways`` ranks, and what they keep between rounds."""
 
     def __init__(self, rows: int, each: int, k: int, ways: int, run: int) -> None:
-        self.sizes = {"k": k, "ways": ways, "run": run}
+        self.sizes: dict[str, Any] = {"k": k, "ways": ways, "run": run}
         empty = torch.empty(rows, 1, each, device="cuda")
         given = {"scores": empty, "places": empty.int()}
         self.module = kernel_for("exchange_picks", given, {**self.sizes, "group": "kimigraph.sp"})

@@ -1,5 +1,7 @@
 """``fuse-collectives``: sums and gathers of one launch give what the library's collectives give."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,6 +12,7 @@ from kimigraph.ir.fake import infer
 from kimigraph.ir.lock_step import run_ranks
 from kimigraph.ir.mesh import COLLECTIVES, TP_GROUP
 from kimigraph.ir.program import CapturedProgram, InputSpec, OutputSpec
+from kimigraph.ir.remarks import PassResult
 from kimigraph.ir.verifier import verify
 from kimigraph.passes.base import PassContext
 from kimigraph.passes.fuse_collectives import FuseCollectives
@@ -26,7 +29,7 @@ class Step:
         with FakeTensorMode():
             self.x.meta["val"] = torch.empty(shape, dtype=dtype)
 
-    def make(self, target, *args) -> Node:
+    def make(self, target: Any, *args: Any) -> Node:
         node = self.graph.call_function(target, args)
         infer(node)
         return node
@@ -51,9 +54,9 @@ class Step:
         return CapturedProgram(module, (spec,), names, info={"mesh": {"tp": self.ways}})
 
 
-def applied(program: CapturedProgram, target: str = "cuda:sm_90", **options: float):
+def applied(program: CapturedProgram, target: str = "cuda:sm_90") -> PassResult:
     context = PassContext(CompileConfig(target=target, tp=program.info["mesh"]["tp"]))
-    return FuseCollectives(**options).apply(program, context)
+    return FuseCollectives().apply(program, context)
 
 
 def called(program: CapturedProgram) -> list[str]:
@@ -99,10 +102,12 @@ def test_picks_are_gathered_and_not_summed() -> None:
         ((3,), torch.bfloat16, {}, "no contiguous run of words"),
     ],
 )
-def test_what_is_left_to_the_library_is_told(shape, dtype, options, told) -> None:
+def test_what_is_left_to_the_library_is_told(
+    shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, float], told: str
+) -> None:
     step = Step(shape, dtype, 2)
     program = step.program(step.summed(step.x))
-    result = applied(program, **options)
+    result = FuseCollectives(**options).apply(program, PassContext(CompileConfig(target="cuda:sm_90", tp=2)))
     assert not result.modified and called(program) == ["all_reduce", "wait_tensor"]
     assert [told in remark.message for remark in result.remarks] == [True]
 

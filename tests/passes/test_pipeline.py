@@ -183,7 +183,8 @@ def test_a_given_schedule_is_verified() -> None:
 
 
 def test_stop_after_truncates() -> None:
-    assert default_pipeline(CompileConfig(stop_after="raise-kda")).names == ["canonicalize", "split-stages", "raise-kda"]
+    pipeline = default_pipeline(CompileConfig(stop_after="raise-kda"))
+    assert pipeline.names == ["canonicalize", "split-stages", "raise-kda"]
     with pytest.raises(UsageError, match="not in the pipeline"):
         default_pipeline(CompileConfig(stop_after="raise-kda", disabled_passes=("raise-kda",)))
 

@@ -132,6 +132,15 @@ def test_a_sequence_on_any_mesh(mesh: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["--sp 2", "--sp 2 --tp 2 --cache-layout paged"])
+def test_drafts_over_a_sequence_on_several_ranks(mesh: str, tmp_path: Path) -> None:
+    source, cache = model(tmp_path), tmp_path / "cache"
+    drafts = ("--draft", str(source), "--draft-tokens", "3")
+    found = generate(source, cache, *TWO, *drafts, *mesh.split())
+    assert tokens(found) == tokens(generate(source, cache, *TWO))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [3, 4])
 def test_more_ranks_generate_what_one_does(ways: int, tmp_path: Path) -> None:
     source, cache = model(tmp_path), tmp_path / "cache"
@@ -239,8 +248,11 @@ def test_the_first_failure_is_no_consequence_of_another() -> None:
 def test_what_ranks_cannot_do_is_said_before_they_start(tmp_path: Path) -> None:
     source = model(tmp_path)
     for options, told in (
-        (["--sp", "2", "--draft", "ngram"], "with --draft is not possible"),
+        (["--pp", "2", "--draft", "ngram"], "with --draft is not possible"),
         (["--cache", "off"], "take programs from the"),
     ):
         done = CliRunner().invoke(make_app(), ["generate", str(source), "--prompt-ids", "1", "--tp", "2", *options])
         assert done.exit_code == 2 and told in " ".join(done.output.split())
+    wrong = ["compile", str(source), "--sp", "3", "--context", "32", "--target", "cpu:reference", "--cache", "off"]
+    done = CliRunner().invoke(make_app(), wrong)
+    assert done.exit_code == 2 and "sp 3 does not divide the 32 tokens" in " ".join(done.output.split())

@@ -22,6 +22,8 @@ from kimigraph.ir.open_sizes import OpenSize, OpenSizeError, SizeExpressions, si
 ATEN = torch.ops.aten
 FOLDED_BYTES = 2**26
 """What is known and larger stays a computation."""
+FOLDED_IN_ALL = 2**31
+"""So does what is known beyond this, of a whole file."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Builder:
     meta: dict[str, Any] = field(default_factory=lambda: {})
     """Where it comes from: what nodes made now are told."""
     _lifted: dict[int, tuple[Tensor, Node]] = field(default_factory=lambda: {})
+    _folded: float = 0
     _sizes: SizeExpressions[Node] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,7 +150,9 @@ class Builder:
         if size > MOST_BYTES:
             raise CaptureError(f"node '{self.title}' makes {size:.3g} bytes, at most {MOST_BYTES:.3g} are taken")
         is_open = any(isinstance(leaf, OpenSize) for leaf in leaves)
-        if all(value.known is not None for value in values) and size <= FOLDED_BYTES and not is_open:
+        known = all(value.known is not None for value in values) and not is_open
+        if known and size <= min(FOLDED_BYTES, FOLDED_IN_ALL - self._folded):
+            self._folded += size
             result = target(*_mapped(args, lambda v: v.known), **_mapped(kwargs, lambda v: v.known))
             return tuple(map(self.constant, result)) if isinstance(result, tuple | list) else self.constant(result)
         given = _mapped((args, kwargs), self.node_of, self._sizes.of)

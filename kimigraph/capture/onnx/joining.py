@@ -90,9 +90,7 @@ def _sliced(c: Call, value: Value, axis: int, start: int, end: int, step: int) -
 def _open_slice(c: Call, value: Value, axis: int, start: Any, end: Any, step: int) -> Value:
     """A slice of which the run alone knows a bound: from a place of the front, to one of the front or to the end."""
     if step != 1 or isinstance(start, OpenSize) or start < 0 or (isinstance(end, int) and end < 0):
-        raise c.refused(
-            f"cuts {start}:{end}:{step} from an axis of {value.shape[axis]}, sizes that the run alone knows"
-        )
+        raise c.refused(f"cuts {start}:{end}:{step} from an axis of {value.shape[axis]}, which the run alone knows")
     return c.build.call(ATEN.slice.Tensor, value, axis, start, smaller(end, value.shape[axis]))
 
 

@@ -84,7 +84,9 @@ GLM = {
         "hc_sinkhorn_iters": 2,
     },
 }
-MODELS = {"kimi": KIMI, "deepseek": DEEPSEEK, "glm": GLM}
+SHARED = {**PUBLIC, "model_type": "glm_moe_dsa", "qk_rope_head_dim": 4, "indexer_types": ["full", "shared"]}
+"""Two attentions read one indexer's list."""
+MODELS = {"kimi": KIMI, "deepseek": DEEPSEEK, "glm": GLM, "shared": SHARED}
 LAST_LENGTHS = torch.tensor([0, 1, 2, 3, 5, 7, 8, 11, 13, 17, 20, 21], dtype=torch.int32)
 """Tokens before the step, of each sequence: none, fewer than ranks, runs that are full, and that are not."""
 

@@ -35,6 +35,7 @@ PAGES = {"cache_layout": "paged", "page_size": 4}
         pytest.param("kimi", True, ((3, 1), (4, 1)), PAGES, id="more-pages", marks=pytest.mark.slow),
         pytest.param("kimi", False, ALL_MESHES, {"phase": "prefill", "tokens": 8}, id="prefill"),
         pytest.param("deepseek", False, ((2, 1), (3, 2)), {}, id="deepseek"),
+        pytest.param("shared", False, ((2, 2),), {}, id="shared-indexer", marks=pytest.mark.slow),
         pytest.param(
             "deepseek",
             False,
