@@ -37,7 +37,7 @@ def build(request: KernelRequest) -> KernelModule:
         "BLOCK_W": padded(ways),
         "STEPS": each.bit_length(),
     }
-    options = {"num_warps": min(max(padded(ways * each) // 256, 4), 16)}
+    options = {"num_warps": min(max(padded(ways * each) // 128, 4), 16)}
     whole: dict[str, Any] = {
         "group": request.attributes["group"],
         "grid": (rows,),
