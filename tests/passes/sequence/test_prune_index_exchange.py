@@ -98,7 +98,7 @@ def test_a_rank_without_picks_or_tokens_adds_nothing() -> None:
             assert torch.allclose(one, many, atol=1e-4, equal_nan=True), name
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("page_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 16))])
 def test_pages_of_any_size(page_size: int) -> None:
     """Failure row I9."""
     program, config = captured("kimi", True, cache_layout="paged", page_size=page_size, sp=2, batch=4)
@@ -108,7 +108,7 @@ def test_pages_of_any_size(page_size: int) -> None:
     assert_equal(both(program, shared, lengths=LAST_LENGTHS[4:8]))
 
 
-@pytest.mark.parametrize("layout", ["model", "paged"])
+@pytest.mark.parametrize("layout", [pytest.param("model", marks=pytest.mark.slow), "paged"])
 def test_quantised_caches(layout: str) -> None:
     """Steps from empty caches: rows are put into their bytes by the rank that has them."""
     options: dict[str, Any] = {"policy": "deepseek", "cache_layout": layout, "page_size": 4, "sp": 2, "batch": 2}

@@ -28,8 +28,8 @@ PAGES = {"cache_layout": "paged", "page_size": 4}
         pytest.param("kimi", False, ((4, 1), (2, 2)), {}, id="kimi"),
         pytest.param("kimi", False, ((3, 1), (3, 2)), {}, id="kimi-three", marks=pytest.mark.slow),
         pytest.param("kimi", True, ((2, 1),), {}, id="continued", marks=pytest.mark.slow),
-        pytest.param("kimi", True, ((3, 1),), PAGES, id="pages"),
-        pytest.param("deepseek", True, ((2, 1),), {}, id="deepseek"),
+        pytest.param("kimi", True, ((3, 1),), PAGES, id="pages", marks=pytest.mark.slow),
+        pytest.param("deepseek", True, ((2, 1),), PAGES, id="deepseek"),
         pytest.param("deepseek", True, ((3, 1), (2, 2)), PAGES, id="deepseek-pages", marks=pytest.mark.slow),
     ],
 )
