@@ -75,7 +75,8 @@ class PageCaches(Pass):
         program.graph_module.graph.lint()
         program.graph_module.recompile()
         names = tuple(node.name for node in caches)
-        told = f"{len(caches)} caches became pages of {context.config.page_tokens} rows; gathered for readers: {gathers}"
+        rows = context.config.page_tokens
+        told = f"{len(caches)} caches became pages of {rows} rows; gathered for readers: {gathers}"
         return PassResult(
             True,
             (Remark("passed", self.name, told, names[0], nodes=names),),
