@@ -3,8 +3,9 @@
     PYTHONPATH=. torchrun --nproc-per-node 2 bench/index_exchange.py --out bench/results/index_exchange.json
 
 Random scores, k of 2,048 a rank, twenty exchanges in a CUDA graph; of the ranks' medians the longest. Bytes are those
-that all ranks put on the wire for a row: what the launch sends (4 limits, 256 bins, a count, 8 a candidate), what the
-operator's collectives send (a fixed room of 1.25 k / W), every rank's k candidates, and all scores.
+that all ranks put on the wire for a row: what the launch sends at least (4 limits, 256 bins, a count, 8 a winner; some
+candidates of the last winner's bin come on top), what the operator's collectives send (a fixed room of 1.25 k / W),
+every rank's k candidates, and all scores.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def measured(batch: int, ways: int, rank: int) -> dict[str, Any]:
     row: dict[str, Any] = {"batch": batch, "us": round(microseconds(graph, True) / 20, 2), "same": same}
     counts = bytes_a_row(PICKS, ways)
     row["bytes_a_row"] = {
-        "launch, winners alone": ways * 4 * (3 + BINS + 1) + CANDIDATE_BYTES * round(float(kept)),
+        "launch, winners alone": ways * 4 * (4 + BINS + 1) + CANDIDATE_BYTES * round(float(kept)),
         "collectives": counts["pruned"],
         "all candidates": counts["unpruned"],
         "all scores": 4 * CONTEXT,

@@ -73,14 +73,16 @@ class FuseCollectives(Pass):
     def _fused(self, graph: Graph, pair: Pair, context: PassContext) -> Node:
         start = pair.start
         operand, group = start.all_input_nodes[0], str(start.args[-1])
-        ways = context.config.mesh.sizes[group.rpartition(".")[2]]
+        ways = context.config.mesh.sizes.get(group.rpartition(".")[2], 1)
+        if ways < 2:
+            raise Refused(f"group '{group}' is no dim of the mesh", start)
         _check(start, operand, ways, self.most_summed if _is_sum(start) else self.most_gathered)
         kwargs: dict[str, Any] = {"ways": ways, "group": group}
         last, made = pair.wait, OPERATORS["rank_sum"].overload
         if not _is_sum(start):
             last, kwargs["dim"] = _joined(pair.wait, ways)
             made = OPERATORS["rank_gather"].overload
-        new = call(graph, made, (operand,), kwargs, like=last, before=pair.wait)
+        new = call(graph, made, (operand,), kwargs, like=last, before=start)
         new.meta["replaces"] = (start.name, pair.wait.name)
         last.replace_all_uses_with(new, propagate_meta=False)
         for node in dict.fromkeys((last, *pair.wait.users, pair.wait, start)):
@@ -119,7 +121,7 @@ def _joined(wait: Node, ways: int) -> tuple[Node, int]:
     [join] = joins if len(joins) == 1 else [wait]
     if join.target is not ATEN.cat.default:
         return wait, 0
-    pieces, dim = argument(join, "tensors"), argument(join, "dim")
+    pieces, dim = argument(join, "tensors"), argument(join, "dim") % len(shape(wait))
     rows, run = shape(wait)[0] // ways, prod(shape(wait)[dim:]) * wait.meta["val"].element_size()
     wanted = [(wait, 0, rank * rows, (rank + 1) * rows) for rank in range(ways)]
     found = [piece.args for piece in pieces if piece.target is ATEN.slice.Tensor]

@@ -7,8 +7,8 @@ from kimigraph.codegen.specialize.rank_exchange import NO_INTEGER, serves
 from kimigraph.codegen.specialize.rendering import ahead_of_time, needed, padded, refuse, render
 
 BINS = 256
-MOST = 1 << 14
-"""Candidates of all ranks that a program can hold."""
+MOST, TOGETHER = 1 << 14, 512
+"""Candidates of all ranks that a program can hold; rows that share the room, which each rank has for all others."""
 
 
 def build(request: KernelRequest) -> KernelModule:
@@ -16,19 +16,21 @@ def build(request: KernelRequest) -> KernelModule:
     scores, places = needed(request, "scores"), needed(request, "places")
     batch, tokens, each = scores.shape
     picks, ways = int(request.attributes["k"]), int(request.attributes["ways"])
-    if each > picks or padded(ways * each) > MOST or not (serves(scores) and serves(places)):
+    held = padded(ways) * padded(each)
+    if ways < 2 or each > picks or held > MOST or not (serves(scores) and serves(places)):
         reason = f"{each} candidates of each of {ways} ranks for {picks} winners"
         raise refuse(request, reason, f"at most k a rank, contiguous, and {MOST} in all are held: use fewer ranks")
     rows, room = batch * tokens, (each + 3) // 4 * 4
+    together = min(rows, TOGETHER)
     far = 4 + BINS + 4 + 2 * room
     constants: dict[str, Any] = {
         "N": each,
         "K": picks,
         "RUN": int(request.attributes["run"]),
-        "ROWS": rows,
+        "ROWS": together,
         "FAR": far,
         "ROOM": room,
-        "WORDS": rows * far,
+        "WORDS": together * far,
         "WAYS": ways,
         "NONE": NO_INTEGER,
         "BINS": BINS,
@@ -37,12 +39,12 @@ def build(request: KernelRequest) -> KernelModule:
         "BLOCK_W": padded(ways),
         "STEPS": each.bit_length(),
     }
-    options = {"num_warps": min(max(padded(ways * each) // 128, 4), 16)}
+    options = {"num_warps": min(max(held // 128, 4), 16)}
     whole: dict[str, Any] = {
         "group": request.attributes["group"],
-        "grid": (rows,),
+        "rows": rows,
         "out": (batch, tokens, picks),
-        "lists": (rows, 3, ways, each),
+        "lists": (together, 3, ways, each),
         "exchange_rows": constants,
         "options": options,
     }

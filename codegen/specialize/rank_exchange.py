@@ -62,6 +62,8 @@ def serves(spec: TensorSpec) -> bool:
 
 
 def _words(request: KernelRequest, spec: TensorSpec) -> int:
+    if int(request.attributes["ways"]) < 2:
+        raise refuse(request, "one rank has nobody to meet", "call it with two or more")
     if not serves(spec):
         remedy = "it takes contiguous bf16, fp32 and int32 at multiples of 16 bytes"
         raise refuse(request, f"strides {list(spec.stride)} of {spec.dtype}", remedy)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kimigraph.codegen.templates.peer_words import leave_word, meeting_place, room_of, word_from
+from kimigraph.codegen.templates.peer_words import leave_word, meeting_place, on_gpus_alone, room_of, word_from
 
 CONSTANTS: dict[str, Any] = {}
 
@@ -150,7 +150,8 @@ def exchange_rows(
     WORDS: tl.constexpr, WAYS: tl.constexpr, NONE: tl.constexpr, BINS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """One of ROWS rows. A message has FAR words: limits, BINS counts, how many candidates, ROOM codes, ROOM tokens."""
+    """One of up to ROWS rows. A message has FAR words: limits, BINS counts, the number of candidates, ROOM codes and as
+    many tokens. Where a limit is infinite there are no bins, and all candidates are sent."""
     row = tl.program_id(0)
     phase = tl.load(rounds + row)
     own = tl.load(peers + WAYS).to(tl.int32)
@@ -211,18 +212,19 @@ def exchange_rows(
 def launch(scores, places, *, memory=torch):
     """The operator's tensors -> the rank's own places and all tokens, int32 [B, S, k] each."""
     constants, group = CONSTANTS["exchange_rows"], CONSTANTS["group"]
-    device = scores.device
+    device, rows = scores.device, CONSTANTS["rows"]
     own, all_ = (memory.empty(CONSTANTS["out"], dtype=torch.int32, device=device) for _ in range(2))
     lists = memory.empty(CONSTANTS["lists"], dtype=torch.int32, device=device)
     if device.type != "cuda":  # memory is planned: nothing runs
-        return own, all_
+        return on_gpus_alone((own, all_), memory)
     place = meeting_place(group, constants["WORDS"], constants["ROWS"], constants["NONE"], device)
     if place is None:
         raise RuntimeError(
             f"ranks of '{group}' cannot write into one another's memory: --sp on GPUs needs GPUs of one machine with "
-            "peer access"
+            "peer access, all of them visible to each process (CUDA_VISIBLE_DEVICES)"
         )
-    exchange_rows[CONSTANTS["grid"]](
-        scores, places, own, all_, lists, place[0], place[1], **constants, **CONSTANTS["options"]
-    )
+    lines = [tensor.view(rows, -1) for tensor in (scores, places, own, all_)]
+    for first in range(0, rows, constants["ROWS"]):  # rows take turns in the room
+        some = [line[first : first + constants["ROWS"]] for line in lines]
+        exchange_rows[(len(some[0]),)](*some, lists, place[0], place[1], **constants, **CONSTANTS["options"])
     return own, all_

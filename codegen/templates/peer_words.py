@@ -97,12 +97,21 @@ def _met(group, words, programs, none, device):
 
 def _reach_one_another(ranks, device):
     """Whether all ranks are on GPUs of one machine, each of which can write into the memory of the others."""
-    host, number = import_module("socket").gethostname(), device.index
+    own = str(torch.cuda.get_device_properties(device).uuid)
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as machine:
+        fact = machine.read(), own
     found = [None] * ranks.size()
-    torch.distributed.all_gather_object(found, (host, number), ranks)
-    others = [other for rank, (_, other) in enumerate(found) if rank != ranks.rank()]
-    seen = range(torch.cuda.device_count())
-    near = len(set(found)) == len(found) and {name for name, _ in found} == {host}
-    near = near and all(other in seen and torch.cuda.can_device_access_peer(number, other) for other in others)
+    torch.distributed.all_gather_object(found, fact, ranks)
+    seen = {str(torch.cuda.get_device_properties(at).uuid): at for at in range(torch.cuda.device_count())}
+    others = [other for _, other in found if other != own]
+    near = len(others) == len(found) - 1 and len({name for name, _ in found}) == 1
+    near = near and all(at in seen and torch.cuda.can_device_access_peer(device.index, seen[at]) for at in others)
     torch.distributed.all_gather_object(found, near, ranks)
     return all(found)
+
+
+def on_gpus_alone(results, memory):
+    """What a launch without data gives while memory is planned; a CPU's tensors cannot be exchanged by it."""
+    if memory is torch:
+        raise RuntimeError("this kernel exchanges words of GPUs: use the target cpu:reference for ranks on CPUs")
+    return results

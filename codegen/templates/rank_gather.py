@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kimigraph.codegen.templates.peer_words import leave_word, meeting_place, room_of, word_from
+from kimigraph.codegen.templates.peer_words import leave_word, meeting_place, on_gpus_alone, room_of, word_from
 
 CONSTANTS: dict[str, Any] = {}
 LIBRARY = "_c10d_functional"
@@ -43,7 +43,7 @@ def launch(part, *, memory=torch):
     words, programs, ways = constants["WORDS"], CONSTANTS["grid"][0], constants["WAYS"]
     out = memory.empty(CONSTANTS["out"], dtype=part.dtype, device=part.device)
     if part.device.type != "cuda":  # memory is planned: nothing runs
-        return out
+        return on_gpus_alone(out, memory)
     place = meeting_place(group, words, programs, constants["NONE"], part.device)
     if place is None:
         collectives = getattr(torch.ops, LIBRARY)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kimigraph.codegen.templates.peer_words import leave_word, meeting_place, room_of, word_from
+from kimigraph.codegen.templates.peer_words import leave_word, meeting_place, on_gpus_alone, room_of, word_from
 
 CONSTANTS: dict[str, Any] = {}
 LIBRARY = "_c10d_functional"
@@ -28,8 +28,8 @@ def sum_ranks(
     word = tl.where(word == NONE, 0x7FFF7FFF, word)
     leave_word(peers, word, at, live, phase, own, WORDS, WAYS)
     room = room_of(peers, own)
-    high = tl.zeros([BLOCK], tl.float32)
-    low = tl.zeros([BLOCK], tl.float32)
+    high = tl.full([BLOCK], -0.0, tl.float32)  # which leaves the first addend's sign
+    low = tl.full([BLOCK], -0.0, tl.float32)
     for rank in tl.static_range(WAYS):
         there = word_from(room, rank, at, live, phase, own, NONE, WORDS, WAYS)
         there = tl.where(own == rank, word, there)
@@ -53,7 +53,7 @@ def launch(addend, *, memory=torch):
     words, programs = constants["WORDS"], CONSTANTS["grid"][0]
     out = memory.empty(CONSTANTS["out"], dtype=addend.dtype, device=addend.device)
     if addend.device.type != "cuda":  # memory is planned: nothing runs
-        return out
+        return on_gpus_alone(out, memory)
     place = meeting_place(group, words, programs, constants["NONE"], addend.device)
     if place is None:
         collectives = getattr(torch.ops, LIBRARY)

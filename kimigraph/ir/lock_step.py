@@ -72,7 +72,7 @@ def _together(node: Node, ranks: list[Interpreter]) -> list[Any]:
         ]
         return in_lock_step(asking)[0]
     if node.target is _SUM:
-        return _summed(inputs)
+        return [value.to(inputs[0].dtype) for value in _summed([value.float() for value in inputs])]
     if node.target is _GATHER:
         return [torch.cat(inputs, bind(node)["dim"]) for _ in inputs]
     return _collective(node, inputs)

@@ -101,7 +101,7 @@ def whole_of(part: torch.Tensor, ways: int, step: int = 1) -> list[torch.Tensor]
 def leave() -> None:
     """End the group; collectives that are under way end first."""
     memory = sys.modules.get("torch.distributed._symmetric_memory")
-    if memory is not None and vars(memory).pop("kimigraph_rooms", None):  # of rank_sum and rank_gather
+    if memory is not None and vars(memory).pop("kimigraph_rooms", None):  # of kernels that exchange words
         torch.cuda.synchronize()
     if dist.is_initialized():
         dist.destroy_process_group()

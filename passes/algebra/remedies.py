@@ -26,7 +26,7 @@ REMEDIES: tuple[tuple[str, str], ...] = (
     (rf"{_WORD} is used elsewhere, by {_WORD}", "read {0} in this step only; let {1} read it in the next one"),
     # Collectives
     (
-        r"it is no sum and no gather|is no contiguous run of words|each rank sends",
+        r"it is no sum and no gather|is no contiguous run of words|each rank sends|is no dim of the mesh",
         "the library's collective serves it; raise most-summed or most-gathered of fuse-collectives for larger ones",
     ),
     # States that are logged

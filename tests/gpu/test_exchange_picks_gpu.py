@@ -42,7 +42,7 @@ class Ranks:
             with torch.cuda.stream(self.streams[rank]):
                 if rank == late:
                     torch.cuda._sleep(2_000_000)
-                self.module.exchange_rows[self.module.CONSTANTS["grid"]](
+                self.module.exchange_rows[(self.module.CONSTANTS["rows"],)](
                     scores, places, *found[rank], self.peers[rank], self.rounds[rank],
                     **self.constants, **self.module.CONSTANTS["options"],
                 )  # fmt: skip
@@ -100,3 +100,47 @@ def test_winners_of_one_rank() -> None:
     ranks = Ranks(4, 256, 256, 4, 64)
     given = [picked(4, 256, [256] * 4, torch.rand(4, 1, 256) + (100.0 if rank == 2 else 0.0)) for rank in range(4)]
     ranks.check(given)
+
+
+def test_rounds_of_a_graph_with_changing_data() -> None:
+    """Rounds follow one another without the host between them: each is checked by what it lists."""
+    torch.manual_seed(2)
+    rows, each, ways, rounds = 3, 200, 2, 12
+    ranks = Ranks(rows, each, each, ways, 16)
+    start = [picked(rows, each, [each] * rows, torch.randn(rows, 1, each)) for _ in range(ways)]
+    held = [scores.clone() for scores, _ in start]
+    shape, graphs, kept = ranks.module.CONSTANTS["out"], [], []
+    ranks.round([(scores.clone(), places) for scores, places in start], late=0)
+    for rank, (_, places) in enumerate(start):
+        outs = [[torch.empty(shape, dtype=torch.int32, device="cuda") for _ in range(2)] for _ in range(rounds)]
+        lists = torch.empty(ranks.module.CONSTANTS["lists"], dtype=torch.int32, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=ranks.streams[rank]):
+            for own, every in outs:
+                held[rank].mul_(-1.25).add_(rank)
+                ranks.module.exchange_rows[(rows,)](
+                    held[rank], places, own, every, lists, ranks.peers[rank], ranks.rounds[rank],
+                    **ranks.constants, **ranks.module.CONSTANTS["options"],
+                )  # fmt: skip
+        graphs.append(graph)
+        kept.append(outs)
+    for rank, graph in enumerate(graphs):
+        with torch.cuda.stream(ranks.streams[rank]):
+            graph.replay()
+    torch.cuda.synchronize()
+    now = [scores.clone() for scores, _ in start]
+    for number in range(rounds):
+        now = [scores.mul_(-1.25).add_(rank) for rank, scores in enumerate(now)]
+        asking = [
+            exchanging(scores.cpu(), places.cpu(), rank, **ranks.sizes)
+            for rank, (scores, (_, places)) in enumerate(zip(now, start, strict=True))
+        ]
+        for rank, (own, every) in enumerate(in_lock_step(asking)[0]):
+            assert torch.equal(kept[rank][number][0].cpu(), own) and torch.equal(kept[rank][number][1].cpu(), every)
+
+
+def test_more_rows_than_share_the_room_are_refused_nothing() -> None:
+    """The launch takes them in turn: its constants say how many at a time, and rooms are no larger for more."""
+    few, many = Ranks(512, 4, 4, 2, 1), Ranks(1300, 4, 4, 2, 1)
+    assert many.constants["ROWS"] == few.constants["ROWS"] == 512 and many.constants["WORDS"] == few.constants["WORDS"]
+    assert many.module.CONSTANTS["rows"] == 1300
