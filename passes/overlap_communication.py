@@ -1,9 +1,10 @@
 """``overlap-communication``: work that does not wait for a collective runs while ranks communicate, where there is any.
 
 A collective runs on a stream of the library's own. It begins as soon as its input is there, and is waited for at the
-first use of what it gives; what stands behind that and does not need it goes in front. A sum of a long product is made
-in parts, each summed while the next is multiplied, where the cost model says that this is quicker; two halves of a
-batch take turns. Then the collectives are numbered, and ``verify-schedule`` holds the program to that order.
+first use of what it gives; what stands behind that and does not need it goes in front. Two halves of a batch take
+turns. On demand a sum of a long product is made in parts, each summed while the next is multiplied, where the cost
+model says that this is quicker. Then the collectives are numbered, and ``verify-schedule`` holds the program to that
+order.
 """
 
 from collections.abc import Sequence
@@ -39,8 +40,10 @@ SHOWN = 4
 class OverlapCommunication(Pass):
     """Lets work run beside collectives.
 
-    Options: ``latency-us`` and ``rate``, what a collective of the library takes at least and gigabytes a second of the
-    links between ranks, as measured on two H200s; ``least-gain-us``, what a sum in parts must save.
+    Options: ``split``, whether sums are made in parts: off, since a prompt of 8,192 tokens then took 20.7 ms for 17.6
+    on two H200s (bench/results/overlap.json); ``latency-us`` and ``rate``, what a collective of the library takes at
+    least and gigabytes a second of the links between ranks, as measured on two H200s; ``least-gain-us``, what a sum in
+    parts must save.
     """
 
     name: ClassVar[str] = "overlap-communication"
@@ -50,14 +53,15 @@ class OverlapCommunication(Pass):
     constraints: ClassVar[tuple[str, ...]] = (
         "several ranks share a program (`--tp`, `--sp`)",
         "the work depends neither on the collective nor on anything else behind it, by data or by writes",
-        "a sum in parts is at least 5 us quicker by the cost model, the parts' joining included",
+        "with `split`: a sum in parts is at least 5 us quicker by the cost model, the parts' joining included",
         "collectives begin in the order in which they stood",
     )
     effect: ClassVar[str] = (
-        "waits at the first use, independent work in front of them; products and sums over ranks in 2 or 4 parts; "
-        "halves of a batch (`--half-batches on`) in turn"
+        "waits at the first use, independent work in front of them; halves of a batch (`--half-batches on`) in turn; "
+        "with `split` products and sums over ranks in 2 or 4 parts"
     )
 
+    split: bool = False
     latency_us: float = 13.0
     rate: float = 207.0
     least_gain_us: float = 5.0
@@ -69,7 +73,7 @@ class OverlapCommunication(Pass):
             return PassResult(False)
         before = list(graph.nodes)
         alternating = halves_of(program) is not None and alternate_halves(graph)
-        splits = [] if alternating else self._split(graph, links, context)
+        splits = self._split(graph, links, context) if self.split and not alternating else []
         count = number_collectives(graph)
         exposed: list[Node] = []
         hidden = shown = 0.0
