@@ -87,14 +87,8 @@ class Places:
             first = next(node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr"))
             options: dict[str, Any] = {"dtype": kind, "device": like.meta["val"].device}
             every = call(self.graph, ATEN.arange.default, (self.ways,), options, like=like, before=first)
-            own = call(self.graph, OWN_ROWS, (every, self.ways, SP_GROUP), like=like, before=first)
-            # A copy: the number itself lies where kernels may not begin to read, but on the first rank.
-            self._ranks[kind] = call(self.graph, ATEN.clone.default, (own,), like=like, before=first)
+            self._ranks[kind] = call(self.graph, OWN_ROWS, (every, self.ways, SP_GROUP), like=like, before=first)
         return self._ranks[kind]
-
-
-def _is_rank(node: Node) -> bool:
-    return node.target is ATEN.clone.default and node.all_input_nodes[0].target is OWN_ROWS
 
 
 class _Numbers:
@@ -107,7 +101,7 @@ class _Numbers:
 
     def make(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call behind the last one."""
-        ranks = [item for item in args if isinstance(item, Node) and _is_rank(item)]
+        ranks = [item for item in args if isinstance(item, Node) and item.target is OWN_ROWS]
         after = max([self._last, *ranks]) if ranks else self._last
         self._last = call(self._graph, target, args, kwargs, like=self._like, after=after)
         return self._last

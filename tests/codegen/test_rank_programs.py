@@ -38,6 +38,16 @@ def summed_rows() -> CapturedProgram:
     return CapturedProgram(module, (spec,), (OutputSpec("out", "out"),), info={"mesh": {"tp": 2}})
 
 
+@pytest.mark.parametrize(("rows", "width", "aligned"), [(2, 1, False), (2, 4, True), (6, 1, False), (6, 2, True)])
+def test_rows_of_a_rank_are_aligned_where_those_of_all_ranks_are(rows: int, width: int, aligned: bool) -> None:
+    """Rows of the first rank always are; a kernel compiled for that would refuse, or misread, those of another."""
+    ways = rows // (2 if rows > 2 else 1)
+    with FakeTensorMode():
+        own = OWN_ROWS(torch.empty(rows, width, dtype=torch.int32), ways, TP_GROUP)
+    assert own.shape == (rows // ways, width)
+    assert (own.storage_offset() * own.element_size() % 16 == 0) is aligned
+
+
 def test_ranks_in_lock_step() -> None:
     program, parts = summed_rows(), [torch.randn(4, 8), torch.randn(4, 8)]
     results = run_ranks(program.graph_module, [[part] for part in parts])
