@@ -1,4 +1,5 @@
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 # Kernel text: inside @triton.jit, names are tensors of a language that type checkers do not know.
 """Words that ranks leave in one another's memory, and that say by their value that they have come.
 
