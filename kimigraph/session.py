@@ -169,7 +169,10 @@ def _check_ranks(config: CompileConfig, pipeline: Pipeline, target: str) -> None
     told = " ".join(f"{name} {size}" for name, size in sizes.items())
     for wrong, what in (
         (target == ONNXRUNTIME, f"target {target!r}"),
-        (target == "cpu" and config.sp > 1, "target 'cpu', whose interpreter runs one rank: use 'cpu:reference'"),
+        (
+            target == "cpu" and config.sp > 1,
+            "target 'cpu' (whose interpreter cannot exchange picks; cpu:reference can)",
+        ),
         (config.phase == "verify" and config.pp > 1, "phase verify (drafts)"),
         (config.state_log > 1, f"state_log {config.state_log}"),
         (config.verify, "--verify: compare what `generate` gives with one rank's, or verify the model on one"),

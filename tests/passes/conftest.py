@@ -1,6 +1,8 @@
 """Programs out of plain functions, and a way to run them that tells outputs and updated inputs."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.program import CapturedProgram, InputSpec, OutputSpec
 from kimigraph.ir.purity import mutated_arguments, storage_root
 from kimigraph.passes.base import PassContext
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the models that several files share
 
 
 def as_program(graph_module: GraphModule) -> CapturedProgram:

@@ -256,3 +256,10 @@ def test_what_ranks_cannot_do_is_said_before_they_start(tmp_path: Path) -> None:
     wrong = ["compile", str(source), "--sp", "3", "--context", "32", "--target", "cpu:reference", "--cache", "off"]
     done = CliRunner().invoke(make_app(), wrong)
     assert done.exit_code == 2 and "sp 3 does not divide the 32 tokens" in " ".join(done.output.split())
+
+
+def test_the_interpreter_does_not_share_out_sequences(tmp_path: Path) -> None:
+    """In a process of its own: the target is refused where Triton was imported without its interpreter, too."""
+    asked = ["-m", "kimigraph", "compile", str(model(tmp_path)), "--sp", "2", "--target", "cpu"]
+    done = run(*asked, cache=tmp_path / "cache", module=tmp_path)
+    assert done.returncode == 2 and "cannot exchange picks; cpu:reference can" in " ".join(done.stderr.split())
