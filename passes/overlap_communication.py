@@ -23,6 +23,8 @@ from kimigraph.ir.remarks import PassResult, Remark
 from kimigraph.passes.base import Pass, PassContext
 from kimigraph.passes.scheduling.alternate import alternate_halves
 from kimigraph.passes.scheduling.communication import (
+    LATENCY_US,
+    RATE,
     Links,
     Split,
     best_split,
@@ -62,8 +64,8 @@ class OverlapCommunication(Pass):
     )
 
     split: bool = False
-    latency_us: float = 13.0
-    rate: float = 207.0
+    latency_us: float = LATENCY_US
+    rate: float = RATE
     least_gain_us: float = 5.0
 
     def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:

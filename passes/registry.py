@@ -30,6 +30,7 @@ BUILT_IN = {
     "insert-quantization": "kimigraph.passes.insert_quantization:InsertQuantization",
     "share-tokens": "kimigraph.passes.share_tokens:ShareTokens",
     "prune-index-exchange": "kimigraph.passes.prune_index_exchange:PruneIndexExchange",
+    "balance-indexer": "kimigraph.passes.balance_indexer:BalanceIndexer",
     "interleave-halves": "kimigraph.passes.interleave_halves:InterleaveHalves",
     "split-indexer-prolog": "kimigraph.passes.split_indexer_prolog:SplitIndexerProlog",
     "share-indexer-rows": "kimigraph.passes.share_indexer_rows:ShareIndexerRows",

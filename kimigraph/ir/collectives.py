@@ -1,7 +1,8 @@
 """What a graph's nodes say to other ranks: which they are, what waits for them, and the order that all ranks keep.
 
-``all_reduce`` and ``all_gather_into_tensor`` begin a collective, on a stream of the library's own; ``wait_tensor`` lets
-the current stream wait for it. Operators that communicate within (``exchange_picks``) are done when they return.
+``all_reduce``, ``all_gather_into_tensor`` and ``all_to_all_single`` begin a collective, on a stream of the library's
+own; ``wait_tensor`` lets the current stream wait for it. Operators that communicate within (``exchange_picks``) are
+done when they return.
 ``meta["collective"]`` numbers them in the order in which all ranks begin them.
 """
 

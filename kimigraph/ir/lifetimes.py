@@ -207,7 +207,7 @@ def _keeps(node: Node) -> str:
     unknown = node.op == "call_method" or (
         node.op == "call_function" and not isinstance(node.target, OpOverload) and not is_plain_function(node.target)
     )
-    if "all_gather_into_tensor" in str(node.target):
+    if any(name in str(node.target) for name in ("all_gather_into_tensor", "all_to_all_single")):
         return f"{node.name} reads it while other work goes on, until its wait"
     return f"{node.name} is no operator with a schema, and may keep it" if unknown else ""
 

@@ -18,6 +18,8 @@ from kimigraph.passes.algebra.rewrite import call
 
 ATEN = torch.ops.aten
 PARTS = (2, 4)
+LATENCY_US, RATE = 13.0, 207.0
+"""Of a collective of the library between two H200s: what it takes at least, and gigabytes a second behind that."""
 DEARER = 1.25
 """Parts of a product together take up to so many times as long as the whole: bench/results/product_parts.json."""
 REACH = 256

@@ -32,6 +32,7 @@ UNCHANGING = {
     "share-indexer-rows",
     "share-tokens",
     "prune-index-exchange",
+    "balance-indexer",
     "fuse-collectives",
     "split-stages",
     "overlap-communication",

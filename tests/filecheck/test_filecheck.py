@@ -87,6 +87,7 @@ def test_every_built_in_pass_has_a_hit_and_a_refusal() -> None:
             "share-indexer-rows",
             "share-tokens",
             "prune-index-exchange",
+            "balance-indexer",
             "fuse-collectives",
             "split-stages",
             "overlap-communication",

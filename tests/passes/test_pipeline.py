@@ -35,6 +35,7 @@ FUSING = [
 ]
 MERGING = [
     *FUSING,
+    "balance-indexer",
     "interleave-halves",
     "split-indexer-prolog",
     "share-indexer-rows",

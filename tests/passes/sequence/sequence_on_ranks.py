@@ -23,6 +23,7 @@ from kimigraph.ir.reference.sequence_shards import SequenceShards
 from kimigraph.ir.script import make_inputs
 from kimigraph.ir.verifier import verify
 from kimigraph.passes import Pipeline, default_pipeline, run_pipeline
+from kimigraph.passes.balance_indexer import BalanceIndexer
 from kimigraph.passes.base import PassContext
 from kimigraph.passes.prune_index_exchange import PruneIndexExchange
 from kimigraph.passes.shard import Shard
@@ -57,7 +58,7 @@ def captured(
 def on_ranks(program: CapturedProgram, config: CompileConfig, sp: int, tp: int = 1, **fields: Any) -> CapturedProgram:
     """The program of these ranks."""
     shared = program.copy()
-    passes = Pipeline((Shard(), ShareTokens(), PruneIndexExchange(**fields)))
+    passes = Pipeline((Shard(), ShareTokens(), PruneIndexExchange(**fields), BalanceIndexer(always=True)))
     run_pipeline(shared, passes, PassContext(replace(config, sp=sp, tp=tp)), [])
     verify(shared)
     return shared
