@@ -5,10 +5,10 @@
     PYTHONPATH=. torchrun --nproc-per-node 2 bench/tp_step.py --programs programs --names b64 --out tp2_k31.json
 
 Weights and caches are random, drawn alike on both GPUs, and caches nearly full. Times are medians over replays of a
-CUDA graph, of two ranks the longer. ``without_communication_us`` is the program with every collective left out, and
-``by_library_us`` that with each sum and gather by NCCL. Logits are compared with those of one GPU. In bf16 picks near
-the bound flip: ``--compare`` programs in float32, over a context of no more than the indexer's picks, have none that
-could.
+CUDA graph, of two ranks the longer. ``without_communication_us`` is the program with every collective left out (each
+gives again what it gave once), and ``by_library_us`` that with each sum and gather by NCCL. Logits are compared with
+those of one GPU. In bf16 picks near the bound flip: ``--compare`` programs in float32, over a context of no more than
+the indexer's picks, have none that could.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from left_out import without_communication
 from run_facts import run_facts
 from torch.profiler import ProfilerActivity, profile
 
@@ -43,11 +44,9 @@ class Calls:
         self.replay = step
 
 
-def replayed(executor: Executor, given: list[torch.Tensor]) -> torch.cuda.CUDAGraph | Calls:
+def replayed(executor: Executor, step: Step) -> torch.cuda.CUDAGraph | Calls:
     """A decode step as a graph, a prompt as calls."""
-    if executor.manifest.info["phase"] == "prefill":
-        return Calls(lambda: executor(*given))
-    return graph_of(lambda: executor(*given))[0]
+    return Calls(step) if executor.manifest.info["phase"] == "prefill" else graph_of(step)[0]
 
 
 def graph_of(step: Step) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -66,7 +65,7 @@ def graph_of(step: Step) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 def microseconds(graph: torch.cuda.CUDAGraph | Calls, together: bool, replays: int = REPLAYS) -> float:
     """Of one replay, median. Replays in a row spread the skew of the ranks' starts; the longer of the ranks counts."""
-    replays, in_a_row = (3, 1) if isinstance(graph, Calls) else (replays, IN_A_ROW)
+    replays, in_a_row = (9, 1) if isinstance(graph, Calls) else (replays, IN_A_ROW)
     times: list[float] = []
     for _ in range(replays + 2):
         if together:
@@ -160,14 +159,12 @@ def _argument(spec: InputSpec, length: int, rank: int, device: torch.device) -> 
     return whole if spec.shared is None else spec.taken(whole, rank)
 
 
-def changed(directory: Path, silent: bool) -> Callable[..., Any]:
-    """The step of the program without collectives, or with all of them by NCCL."""
+def changed(directory: Path) -> Callable[..., Any]:
+    """The step of the program with all collectives by NCCL."""
     program: Any = load_program(directory)
     for name, launch in vars(program.kernels).items():
         if name.startswith(("rank_sum", "rank_gather")):
-            vars(program.kernels)[name] = partial(_left_out, launch) if silent else by_library(launch)
-        elif name.startswith("exchange_picks") and silent:
-            vars(program.kernels)[name] = partial(_own_picks, launch)
+            vars(program.kernels)[name] = by_library(launch)
     return program.step
 
 
@@ -177,24 +174,13 @@ def by_library(launch: Callable[..., Any]) -> Callable[..., Any]:
     return launch
 
 
-def _left_out(launch: Callable[..., Any], operand: torch.Tensor, memory: Any = torch) -> torch.Tensor:
-    return memory.empty(launch.__globals__["CONSTANTS"]["out"], dtype=operand.dtype, device=operand.device)
-
-
-def _own_picks(launch: Callable[..., Any], scores: torch.Tensor, places: torch.Tensor, memory: Any = torch) -> Any:
-    """Places of a rank as if all of its candidates had won."""
-    del scores, memory
-    wanted = launch.__globals__["CONSTANTS"]["out"][-1]
-    return torch.nn.functional.pad(places, (0, wanted - places.shape[-1]), value=-1), places
-
-
 def one_gpu(directory: Path, timed: bool) -> tuple[torch.Tensor, dict[str, Any]]:
     """Logits of the program for one GPU, and its figures."""
     executor = bound(directory, 0)
     given = arguments(executor, 0)
     logits, row = executor(*given)[0].float().clone(), dict[str, Any]()
     if timed:
-        graph = replayed(executor, given)
+        graph = replayed(executor, partial(executor, *given))
         row |= {"one_gpu_us": microseconds(graph, False), "one_gpu_kernels": kernels_of(graph, False)}
         del graph, executor, given
         torch.cuda.empty_cache()
@@ -219,14 +205,15 @@ def two_gpus(directory: Path, rank: int, timed: bool) -> tuple[torch.Tensor, dic
     dist.all_gather(both, logits)
     row: dict[str, Any] = {"ranks_agree": all(torch.equal(one, both[0]) for one in both)}
     own = executor.step
-    forms = {"two_gpus_us": lambda: own, "by_library_us": lambda: changed(directory, False)}
-    forms["without_communication_us"] = lambda: changed(directory, True)
-    for name, form in forms.items() if timed else ():
-        executor.step = form()
-        graph = replayed(executor, given)
+    for name in ("two_gpus_us", "by_library_us", "without_communication_us") if timed else ():
+        executor.step = changed(directory) if name == "by_library_us" else own
+        step = partial(executor, *given)
+        if name == "without_communication_us":
+            step = without_communication(executor, directory, given)
+        graph = replayed(executor, step)
         row[name] = microseconds(graph, True)
-        if name == "two_gpus_us":
-            row["two_gpus_kernels"] = kernels_of(graph, True)
+        if name != "by_library_us":
+            row[name.replace("_us", "_kernels")] = kernels_of(graph, True)
     return logits, row
 
 

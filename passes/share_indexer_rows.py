@@ -1,9 +1,11 @@
-"""``share-indexer-rows``: of an indexer that all ranks repeat, each does some sequences, and picks are gathered.
+"""``share-indexer-rows``: of an indexer that all ranks repeat, each does some rows, and picks are gathered.
 
 An indexer's heads are never split, and with tensor parallel ranks alone its keys are replicated: every rank would read
 all of them. Sequences are independent, so each rank reads those of its own, and what crosses the wire are int32 picks.
+Of sequences that ranks do not divide each takes queries, an early and a late piece: the later, the more keys they see.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,10 +20,13 @@ from kimigraph.ir.own_rows import OWN_ROWS
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.ir.provenance import module_path, source_line
 from kimigraph.ir.remarks import PassResult, Remark
-from kimigraph.passes.algebra.nodes import argument, shape
-from kimigraph.passes.algebra.rewrite import call
+from kimigraph.passes.algebra.nodes import argument, dtype, shape
+from kimigraph.passes.algebra.rewrite import call, replace
 from kimigraph.passes.base import Pass, PassContext
+from kimigraph.passes.scheduling.communication import RATE
+from kimigraph.passes.sharding.stretches import Stretches
 
+ATEN = torch.ops.aten
 C10D: Any = getattr(torch.ops, COLLECTIVES)
 ALIGNMENT = 16
 """Bytes to a multiple of which kernels hold their inputs to lie."""
@@ -31,7 +36,8 @@ OPERANDS = ("q", "weights", "lengths", "mask", "q_scales")
 
 @dataclass(frozen=True)
 class ShareIndexerRows(Pass):
-    """Gives each of ``tp`` ranks its sequences of an indexer, where that saves at least ``least_saved_us``.
+    """Gives each of ``tp`` ranks its part of an indexer, where that saves at least ``least_saved_us`` and what picks
+    take to cross.
 
     The least is what a gather of some hundred kilobytes takes between two H200s.
     """
@@ -39,14 +45,14 @@ class ShareIndexerRows(Pass):
     least_saved_us: float = 15.0
 
     name: ClassVar[str] = "share-indexer-rows"
-    summary: ClassVar[str] = "of an indexer that tp ranks repeat, each does its sequences, and the picks are gathered"
+    summary: ClassVar[str] = "of an indexer that tp ranks repeat, each does some rows, and the picks are gathered"
     level: ClassVar[int] = 2
     pattern: ClassVar[str] = "`lightning_indexer` of which all operands are replicated"
     constraints: ClassVar[tuple[str, ...]] = (
-        "`--tp` is more than 1 and divides the batch",
+        "`--tp` is more than 1 and divides the batch; or twice as many divide the queries, which see a length, no mask",
         "the part of its time that is saved is more than a gather takes, under the cost model",
     )
-    effect: ClassVar[str] = "the indexer on views of a rank's rows (`own_rows`), and a gather of its picks"
+    effect: ClassVar[str] = "the indexer on a rank's rows (`own_rows`), and a gather of its picks"
 
     def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:
         """Rewrite every indexer that pays."""
@@ -55,15 +61,16 @@ class ShareIndexerRows(Pass):
             return PassResult(False)
         graph, remarks = program.graph_module.graph, list[Remark]()
         for node in graph.find_nodes(op="call_function", target=OPERATORS["lightning_indexer"].overload):
-            batch = shape(argument(node, "q"))[0]
-            saved = work_of(node).seconds(context.device) * (1 - 1 / ways) * 1e6
-            told = f"{saved:.1f} us of it are saved, of {self.least_saved_us} us that a gather takes"
-            if batch % ways:
-                remarks.append(self._remark("missed", node, f"{ways} ranks do not divide {batch} sequences"))
-            elif saved < self.least_saved_us:
+            share, saved = _way(node, ways), work_of(node).seconds(context.device) * (1 - 1 / ways) * 1e6
+            taken = self.least_saved_us + node.meta["val"].nbytes * (ways - 1) / ways / RATE * 1e-3
+            told = f"{saved:.1f} us of it are saved, of {taken:.1f} us that a gather takes"
+            if share is None:
+                told = f"{ways} ranks divide neither its {shape(node)[0]} sequences nor its {shape(node)[1]} queries"
+                remarks.append(self._remark("missed", node, told))
+            elif saved < taken:
                 remarks.append(self._remark("missed", node, told))
             else:
-                _share(node, batch, ways)
+                share(node, ways)
                 remarks.append(self._remark("passed", node, told))
         count = sum(remark.kind == "passed" for remark in remarks)
         if count:
@@ -78,9 +85,18 @@ class ShareIndexerRows(Pass):
         )
 
 
-def _share(node: Node, batch: int, ways: int) -> None:
-    """Let ``node`` work on a rank's rows, and gather what it gives in front of its users."""
-    users = list(node.users)
+def _way(node: Node, ways: int) -> Callable[[Node, int], None] | None:
+    """How ranks share out the rows of an indexer; None where they cannot."""
+    batch, tokens, _ = shape(node)
+    if batch % ways == 0:
+        return _share_sequences
+    told = argument(node, "lengths") is not None and argument(node, "mask") is None
+    return _share_queries if told and argument(node, "q_scales") is None and tokens % (2 * ways) == 0 else None
+
+
+def _share_sequences(node: Node, ways: int) -> None:
+    """Let ``node`` work on a rank's sequences, and gather what it gives in front of its users."""
+    users, batch = list(node.users), shape(node)[0]
     names = (*OPERANDS, "keys" if argument(node, "block_table") is None else "block_table")
     operands = {operand for name in names if isinstance(operand := argument(node, name), Node)}
     for operand in operands:
@@ -94,3 +110,41 @@ def _share(node: Node, batch: int, ways: int) -> None:
     whole = call(node.graph, C10D.wait_tensor.default, (pending,), like=node, after=pending)
     for user in users:
         user.replace_input_with(node, whole)
+
+
+def _share_queries(node: Node, ways: int) -> None:
+    """Let each rank do two of ``2 ways`` pieces of the queries, the first with the last one, the second with the one
+    before that, and so on."""
+    ranks, (batch, tokens, picks) = Stretches(node, ways, TP_GROUP), shape(node)
+    size, lengths = tokens // (2 * ways), argument(node, "lengths")
+    counted: dict[str, Any] = {"dtype": dtype(lengths), "device": node.meta["val"].device}
+    firsts = ranks.make(ATEN.arange.start_step, 0, tokens, size, **counted)
+    rest = {name: value for name, value in node.kwargs.items() if name not in ("lengths", "mask")}
+    found: list[Node] = []
+    for late in (False, True):
+        q, weights = (_own_piece(ranks, argument(node, name), late) for name in ("q", "weights"))
+        begin = ranks.make(ATEN.add.Tensor, lengths, ranks.own(_half(ranks, firsts, late), 0))
+        piece = ranks.make(node.target, q, argument(node, "keys"), weights, begin, None, **rest)
+        piece.meta["replaces"] = (node.name,)
+        found.append(piece)
+    whole = ranks.all(ranks.make(ATEN.stack.default, found, 0))
+    early, late_ones = (ranks.make(ATEN.select.int, whole, 1, place) for place in (0, 1))
+    pieces = ranks.make(ATEN.cat.default, [early, ranks.make(ATEN.flip.default, late_ones, [0])], 0)
+    turned = ranks.make(ATEN.permute.default, pieces, [1, 0, 2, 3])
+    replace(node, ranks.make(ATEN.reshape.default, turned, [batch, tokens, picks]))
+    node.graph.erase_node(node)
+
+
+def _own_piece(ranks: Stretches, value: Node, late: bool) -> Node:
+    """The rank's early or late piece of [B, S, ...]: [B, S / 2 W, ...]."""
+    batch, tokens, *rest = shape(value)
+    parts = ranks.make(ATEN.reshape.default, value, [batch, 2 * ranks.ways, tokens // (2 * ranks.ways), *rest])
+    turned = ranks.make(ATEN.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
+    return ranks.number(ranks.own(_half(ranks, turned, late), 0), 0)
+
+
+def _half(ranks: Stretches, pieces: Node, late: bool) -> Node:
+    """The early or late half of what is listed by piece, the late one from the end."""
+    ways = ranks.ways
+    half = ranks.make(ATEN.slice.Tensor, pieces, 0, ways * late, ways * (1 + late))
+    return ranks.make(ATEN.flip.default, half, [0]) if late else half

@@ -19,10 +19,10 @@ CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 
 class Stretches:
-    """Calls in front of a node, of a rank that has one of ``ways`` stretches."""
+    """Calls in front of a node, of a rank that has one of ``ways`` stretches among those of ``group``."""
 
-    def __init__(self, before: Node, ways: int) -> None:
-        self._before, self.ways = before, ways
+    def __init__(self, before: Node, ways: int, group: str = SP_GROUP) -> None:
+        self._before, self.ways, self._group = before, ways, group
 
     def make(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call in front of the node."""
@@ -31,17 +31,17 @@ class Stretches:
     def own(self, value: Node, dim: int) -> Node:
         """Of what all ranks have the rank's part along ``dim``."""
         if dim == 0:
-            own = self.make(OWN_ROWS, value, self.ways, SP_GROUP)
+            own = self.make(OWN_ROWS, value, self.ways, self._group)
             # The next rank's part begins where kernels may not begin to read.
             return self.make(ATEN.clone.default, own) if own.meta["val"].nbytes % ALIGNMENT else own
         turned = self.make(ATEN.clone.default, self.make(ATEN.transpose.int, value, 0, dim), **CONTIGUOUS)
-        own = self.make(ATEN.transpose.int, self.make(OWN_ROWS, turned, self.ways, SP_GROUP), 0, dim)
+        own = self.make(ATEN.transpose.int, self.make(OWN_ROWS, turned, self.ways, self._group), 0, dim)
         return self.make(ATEN.clone.default, own, **CONTIGUOUS)
 
     def all(self, value: Node) -> Node:
         """What each rank has, [W, ...]."""
         source = self.make(ATEN.clone.default, value, **CONTIGUOUS)
-        pending = self.make(C10D.all_gather_into_tensor.default, source, self.ways, SP_GROUP)
+        pending = self.make(C10D.all_gather_into_tensor.default, source, self.ways, self._group)
         whole = self.make(C10D.wait_tensor.default, pending)
         return self.make(ATEN.view.default, whole, [self.ways, *shape(value)])
 

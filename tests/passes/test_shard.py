@@ -36,6 +36,9 @@ from kimigraph.passes.sharding.views import viewed
 from kimigraph.passes.share_indexer_rows import ShareIndexerRows
 from kimigraph.session import pass_context
 
+ALL_ROWS = ShareIndexerRows(least_saved_us=-1.0)
+"""What a tiny indexer saves is less than its picks take."""
+
 
 def captured(
     document: dict[str, Any], phase: Any, directory: Path, rows: bool = False, **options: Any
@@ -43,7 +46,8 @@ def captured(
     """The step of a model of that configuration, up to where ``shard`` stands."""
     (directory / "config.json").write_text(json.dumps(document))
     tokens = {"prefill": 8, "verify": 4}.get(phase, 1)
-    config = CompileConfig(target="cpu:reference", phase=phase, batch=12, tokens=tokens, context=24, tp=2, **options)
+    asked = {"batch": 12, "tokens": tokens, **options}
+    config = CompileConfig(target="cpu:reference", phase=phase, context=24, tp=2, **asked)
     program = capture(load_source(str(directory), config, rows=rows), config)
     pipeline = default_pipeline(config)
     before = pipeline.names.index("shard")
@@ -54,7 +58,7 @@ def captured(
 def whole_and_shared(program: CapturedProgram, config: CompileConfig, ways: int) -> Iterator[tuple[str, Any, Any]]:
     """Name, value of one rank and value of ``ways`` ranks of every output and updated input."""
     shared = program.copy()
-    passes = Pipeline((Shard(), ShareIndexerRows(least_saved_us=0.0)))
+    passes = Pipeline((Shard(), ALL_ROWS))
     record, rows = run_pipeline(shared, passes, PassContext(replace(config, tp=ways)), [])
     assert record.result.statistics["gathered_for_unknown"] == 0, record.result.remarks
     assert rows.result.statistics["shared"] == len(rows.result.remarks) > 0, rows.result.remarks
@@ -104,6 +108,18 @@ def test_ranks_compute_what_one_does(document: dict[str, Any], phase: str, tmp_p
         assert len(names) > 2
 
 
+@pytest.mark.parametrize(("batch", "tokens", "ways"), [(3, 8, 2), (1, 18, 3)])
+def test_ranks_do_early_and_late_queries_of_sequences_that_they_do_not_divide(
+    batch: int, tokens: int, ways: int, tmp_path: Path
+) -> None:
+    program, config = captured(KIMI, "prefill", tmp_path, rows=True, batch=batch, tokens=tokens)
+    for name, one, many in whole_and_shared(program, config, ways):
+        assert (one.float() - many.float()).abs().max() <= 1e-4 * max(float(one.abs().max()), 1e-6), name
+    run_pipeline(program, Pipeline((Shard(), ALL_ROWS)), PassContext(replace(config, tp=ways)), [])
+    indexers = [node for node in program.graph_module.graph.nodes if "lightning_indexer" in str(node.target)]
+    assert [node.meta["val"].shape[:2] for node in indexers] == [(batch, tokens // (2 * ways))] * 2
+
+
 def test_a_rank_has_its_part_of_the_weights_and_what_is_replicated(tmp_path: Path) -> None:
     program, config = captured(KIMI, "decode", tmp_path)
     whole = {spec.source: torch.Size(spec.shape).numel() for spec in program.inputs if spec.kind == "weight"}
@@ -147,7 +163,7 @@ def test_an_indexer_is_shared_by_sequences_where_that_pays(tmp_path: Path) -> No
     _, record = run_pipeline(program.copy(), passes, PassContext(config), [])
     assert record.result.statistics["shared"] == 0 and "a gather takes" in record.result.remarks[0].message
     shared = program.copy()
-    run_pipeline(shared, Pipeline((Shard(), ShareIndexerRows(least_saved_us=0.0))), PassContext(config), [])
+    run_pipeline(shared, Pipeline((Shard(), ALL_ROWS)), PassContext(config), [])
     [indexer] = [node for node in shared.graph_module.graph.nodes if "lightning_indexer" in str(node.target)]
     assert indexer.meta["val"].shape == (6, 1, 8)
     keys = indexer.args[1]
