@@ -22,7 +22,8 @@ TYPES = {
     torch.int64: "int64",
     torch.uint8: "uint8",
 }
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^", "quotient": "//", "rest": "%"}
+"""``//`` and ``%`` are C's: they round to 0."""
 _CALLS = {
     **{op: f"tl.{op}" for op in ("exp", "exp2", "log", "log2", "rsqrt", "sin", "cos", "erf", "floor", "ceil", "abs")},
     "sqrt": "tl.sqrt_rn",

@@ -132,6 +132,11 @@ def signed_zeros(x: Tensor) -> tuple[Tensor, ...]:
     return 1.0 / -zero, 1.0 / (-x * 0.0), (-x.to(torch.int32)) * 2
 
 
+def divided(x: Tensor) -> tuple[Tensor, ...]:
+    """Rounded down, also below 0; what is left is never negative."""
+    return x // 64, x % 64, torch.div(x, 7, rounding_mode="floor"), x % 7, (x // 128) * 64 + x % 64, x.remainder(1) + x
+
+
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(dtype)
 
@@ -162,6 +167,11 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]]]] = {
     "integers": (
         lambda x: torch.where(x > 0.1, x, -x).to(torch.int32) * torch.arange(9, device=x.device) + (x > 0),
         lambda: [randn(4, 9, dtype=BF16) * 10],
+    ),
+    "divided": (divided, lambda: [torch.arange(-300, 300, 7, dtype=torch.int32)]),
+    "divided in 64 bits": (
+        divided,
+        lambda: [torch.tensor([-(2**40) - 1, -(2**40), -65, -64, -15, -14, -1, 0, 6, 7, 63, 64, 2**40 + 3])],
     ),
     "join": (lambda x, y: torch.cat([x, y.to(BF16), x * 2], 1).relu(), lambda: [randn(4, 3, dtype=BF16), randn(4, 5)]),
     "pad": (lambda x: F.pad(x, (1, 2), value=0.5) * 2, lambda: [randn(4, 3, dtype=BF16)]),

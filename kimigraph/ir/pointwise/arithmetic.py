@@ -62,6 +62,17 @@ class Arithmetic:
         """``a / b`` to two units in the last place, for quotients inside a function that is no more exact itself."""
         return self._binary("ratio", a, b)
 
+    def remainder(self, a: Value, by: int) -> Value:
+        """What is left of an integer divided by a positive one, never negative."""
+        if by & (by - 1) == 0:
+            return self._binary("and", a, by - 1)
+        rest = self._binary("rest", a, by)
+        return self.where(self.lt(rest, 0), self.add(rest, by), rest)
+
+    def floor_div(self, a: Value, by: int) -> Value:
+        """The quotient of an integer and a positive one, rounded down."""
+        return self._binary("quotient", self.sub(a, self.remainder(a, by)), by)
+
     def neg(self, a: Value) -> Value:
         """``-a``."""
         return self.unary("neg", a)

@@ -100,6 +100,21 @@ def _bitwise(op: str) -> Rule:
     return rule
 
 
+def _divided(op: str) -> Rule:
+    """What of a division of integers is whole, or what is left."""
+
+    def rule(reader: Reader, node: Node, position: Position, guard: Guard) -> Value:
+        dtype, given = type_of(node), bind(node)
+        value, by = given["self"], given["other"]
+        whole = given.get("rounding_mode", "floor") == "floor" and not dtype.is_floating_point
+        if not whole or not isinstance(value, Node) or type(by) is not int or by <= 0:
+            raise Unfusable("only integers are divided here, by positive numbers, and rounded down", node)
+        dividend = reader.values.convert(reader.operand(value, node, position, guard), dtype)
+        return reader.values.convert(getattr(reader.arithmetic, op)(dividend, by), dtype, node)
+
+    return rule
+
+
 def _cast(reader: Reader, node: Node, position: Position, guard: Guard) -> Value:
     if node.kwargs.get("device") is not None and node.kwargs["device"] != _example(node.args[0]).device:
         raise Unfusable("it moves to another device", node)
@@ -233,6 +248,9 @@ def _table() -> dict[Any, Rule]:
     for op in ("and", "or", "xor", "not"):
         rules |= {target: _logical(op) for target in _overloads(f"logical_{op}")}
         rules |= {target: _bitwise(op) for target in _overloads(f"bitwise_{op}")}
+    rules |= dict.fromkeys((ATEN.remainder.Scalar, ATEN.remainder.Tensor), _divided("remainder"))
+    quotients = (ATEN.div.Tensor_mode, ATEN.div.Scalar_mode, ATEN.floor_divide.default, ATEN.floor_divide.Scalar)
+    rules |= dict.fromkeys(quotients, _divided("floor_div"))
     casts = (ATEN._to_copy.default, ATEN.to.dtype, ATEN.clone.default, ATEN.contiguous.default)
     rules |= dict.fromkeys(casts, _cast)
     choices = ("self", "ScalarSelf", "ScalarOther", "Scalar")

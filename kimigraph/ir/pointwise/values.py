@@ -30,6 +30,8 @@ _FOLDED: dict[str, Callable[..., torch.Tensor]] = {
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,
     "not": torch.bitwise_not,
+    "quotient": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "rest": torch.fmod,
 }
 """What operations on constants compute."""
 
