@@ -2,10 +2,10 @@
 
     PYTHONPATH=. torchrun --nproc-per-node 2 bench/index_exchange.py --out bench/results/index_exchange.json
 
-Random scores, k of 2,048 a rank, twenty exchanges in a CUDA graph; of the ranks' medians the longest. Bytes are those
-that all ranks put on the wire for a row: what the launch sends at least (4 limits, 256 bins, a count, 8 a winner; some
-candidates of the last winner's bin come on top), what the operator's collectives send (a fixed room of 1.25 k / W),
-every rank's k candidates, and all scores.
+The first 2,048 of random scores of a rank's share of 128k tokens, twenty exchanges in a CUDA graph; of the ranks'
+medians the longest. Bytes are those that all ranks put on the wire for a row: what the launch sends (4 limits, 256
+bins, 8 a contested candidate), what the operator's collectives send (a fixed room of k / 8), every rank's k candidates,
+and all scores.
 """
 
 import argparse
@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from run_facts import run_facts
 from tp_step import graph_of, microseconds
 
 from kimigraph.bench.kernels import kernel_for
 from kimigraph.ir.mesh import SP_GROUP
 from kimigraph.ir.ranks import join, leave
+from kimigraph.ir.reference.collectives import over_group
 from kimigraph.ir.reference.exchange_picks import exchange_picks
-from kimigraph.ir.reference.index_exchange import BINS, CANDIDATE_BYTES, bytes_a_row
+from kimigraph.ir.reference.index_exchange import BINS, CANDIDATE_BYTES, bytes_a_row, exchange, local_candidates
+from kimigraph.ir.reference.sequence_shards import SequenceShards
 
 PICKS, CONTEXT = 2048, 131072
 
@@ -30,26 +31,30 @@ PICKS, CONTEXT = 2048, 131072
 def measured(batch: int, ways: int, rank: int) -> dict[str, Any]:
     """One batch: the launch against the operator's collectives, which give the same."""
     torch.manual_seed(rank)
-    scores = torch.randn(batch, 1, PICKS, device="cuda")
-    places = torch.stack([torch.randperm(CONTEXT // ways, device="cuda")[:PICKS].sort().values for _ in range(batch)])
-    places = places.int().unsqueeze(1)
+    every = torch.randn(batch, 1, CONTEXT // ways, device="cuda")
+    picks = every.topk(PICKS).indices.sort().values
+    scores, places = every.gather(-1, picks), picks.int()
     sizes: dict[str, Any] = {"k": PICKS, "ways": ways, "run": 64, "group": SP_GROUP}
     kernel = kernel_for("exchange_picks", {"scores": scores, "places": places}, sizes)
-    own, every = kernel.launch(scores, places)
-    wanted = exchange_picks(scores, places, **sizes)
-    same = torch.equal(own, wanted[0]) and torch.equal(every, wanted[1])
+    same = torch.equal(kernel.launch(scores, places), exchange_picks(scores, places, **sizes))
     graph, _ = graph_of(lambda: [kernel.launch(scores, places) for _ in range(20)][-1])
-    kept = own.ge(0).sum(-1).float().mean()
-    dist.all_reduce(kept)
     row: dict[str, Any] = {"batch": batch, "us": round(microseconds(graph, True) / 20, 2), "same": same}
-    counts = bytes_a_row(PICKS, ways)
+    counts, contested = bytes_a_row(PICKS, ways), contested_of(scores, places, ways, rank)
     row["bytes_a_row"] = {
-        "launch, winners alone": ways * 4 * (4 + BINS + 1) + CANDIDATE_BYTES * round(float(kept)),
+        "launch": ways * 4 * (4 + BINS) + CANDIDATE_BYTES * contested,
         "collectives": counts["pruned"],
         "all candidates": counts["unpruned"],
         "all scores": 4 * CONTEXT,
     }
     return row
+
+
+def contested_of(scores: torch.Tensor, places: torch.Tensor, ways: int, rank: int) -> int:
+    """Candidates of all ranks in the last winner's bin, the mean of the rows."""
+    own = places.flatten(0, 1)
+    tokens = SequenceShards(ways).tokens(own.long(), rank)
+    found = over_group(exchange(local_candidates(scores.flatten(0, 1), own >= 0, tokens, PICKS), PICKS, ways))
+    return round(float(found.contested.float().mean()))
 
 
 def main() -> None:

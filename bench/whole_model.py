@@ -29,11 +29,12 @@ from kimigraph.bench.step_share import step_share
 from kimigraph.capture import load_source
 from kimigraph.cli.shapes import parse_overrides
 from kimigraph.compiler import compile_model
-from kimigraph.generator import Generator, StepPrograms
+from kimigraph.generator import Generator
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
 from kimigraph.runtime.generation import BoundStep, Sampling
 from kimigraph.sequence_caches import cache_rows
+from kimigraph.step_programs import StepPrograms
 
 PROMPTS = (577, 130, 64, 5)
 LENGTH = 600

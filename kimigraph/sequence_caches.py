@@ -1,6 +1,9 @@
-"""What a sequence has in the caches of a model."""
+"""What a sequence has in the caches of a model, and the room for those of many."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+
+from torch import Tensor
 
 from kimigraph.capture.example import StepInput
 from kimigraph.capture.hints import InputHint
@@ -11,8 +14,9 @@ from kimigraph.ir.errors import UsageError
 from kimigraph.ir.stages import holds, layer_spans, layers_of
 from kimigraph.passes.sharding.plan import share_of
 from kimigraph.passes.sharding.sequence import shared_tokens
-from kimigraph.runtime.generation import Row
+from kimigraph.runtime.generation import PagedSlots, Pool, Row, SlotCaches, Slots
 from kimigraph.runtime.speculation import UNREAD, StateShape
+from kimigraph.step_programs import StepPrograms
 
 OWN_HEAD = "mtp"
 """The name of a draft that is the model's own multi-token-prediction layer."""
@@ -66,3 +70,31 @@ def with_draft_head(model: ModelSource, head: ModelSource, window: int) -> Model
     [hidden] = [item for item in head.inputs if item.name == "hidden"]
     waiting = StepInput(UNREAD, (1, window, hidden.shape[-1]), hidden.dtype, InputHint("cache"))
     return replace(model, inputs=(*model.inputs, *caches, waiting))
+
+
+def new_slots(
+    programs: StepPrograms,
+    model: ModelSource,
+    context: int,
+    count: int,
+    states: Mapping[str, Tensor],
+    logs: Mapping[str, Row],
+    debug: bool,
+) -> Slots:
+    """Caches for ``count`` sequences of up to ``context`` tokens, and for the one being read.
+
+    Recurrent ``states`` may be there already; ``logs`` are what a sequence has beside the model's own caches. Paged
+    caches share the configured number of pages, or as many as they all take, which ``programs`` are told.
+    """
+    config, device = programs.config, programs.device
+    rows = cache_rows(model, config.tp, 1 if config.cache_layout == "paged" else config.sp)
+    rows = (rows if config.pp == 1 else of_stage(rows, config)) | dict(logs)
+    paged = paged_caches(model, config.page_size) if config.cache_layout == "paged" else {}
+    paged = {name: form for name, form in paged.items() if name in rows}
+    if not paged:
+        return SlotCaches(rows, count, device, states)
+    pages = config.pages or (count + 1) * -(-context // config.page_tokens)
+    programs.settle(pages=pages)
+    pool = Pool(paged, pages, context, debug, config.sp)
+    unpaged = {name: row for name, row in rows.items() if name not in paged}
+    return PagedSlots(unpaged, pool, count, device, states)

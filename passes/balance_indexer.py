@@ -48,7 +48,7 @@ class BalanceIndexer(Pass):
         "what the last stretch has above the mean takes longer than queries and picks on the wire, by the cost model",
     )
     effect: ClassVar[str] = (
-        "`all_to_all_single` of queries and head weights, an indexer for each piece, `all_to_all_single` of the picks"
+        "an `all_to_all_single` of queries and head weights, an indexer for each piece, then one of the picks"
     )
 
     def apply(self, program: CapturedProgram, context: PassContext) -> PassResult:

@@ -19,8 +19,6 @@ from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.rewrite import call, replace
 from kimigraph.passes.algebra.rule import FusionPass, require_unwritten
 
-ATEN = torch.ops.aten
-
 
 @dataclass(frozen=True)
 class PairSite:

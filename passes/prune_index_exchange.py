@@ -1,11 +1,10 @@
 """``prune-index-exchange``: ranks share out the tokens of latent and index caches, and exchange what few can win.
 
 Each rank scores the keys that it has and picks its first k. Under a strict order the first k of all are among these;
-ranks exchange candidates above a bound (``exchange_picks``), each attends over the picked rows that it has, and the
-parts, weighted by what each had of the softmax, are summed up where the fewest bytes cross.
+ranks exchange the few that neither win nor lose for sure (``exchange_picks``), each attends over the picked rows that
+it has, and the parts, weighted by what each had of the softmax, are summed up where the fewest bytes cross.
 """
 
-import operator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -163,7 +162,7 @@ class _Work:
         found = call(graph, EXCHANGE, (scores, own), attributes, like=indexer, before=indexer)
         found.meta.update({key: indexer.meta[key] for key in ("selects", "via") if key in indexer.meta})
         self.exchanges.append((found, indexer.name))
-        return call(graph, operator.getitem, (found, 0), like=indexer, before=indexer)
+        return found
 
     def _attend(self, attention: Node) -> None:
         """Let the attention read the rows that the rank has, and put the ranks' parts together."""
@@ -216,8 +215,8 @@ def _result(name: str, work: _Work) -> PassResult:
         told = f"{found.name}: ranks together send {sent['sent']:,} bytes a step; scores of all keys {sent['scores']:,}"
         if argument(found, "pruned"):
             told += (
-                f", all picks {sent['unpruned']:,}, {sent['unpruned'] / sent['pruned']:.2f} times as many; where some "
-                f"rank has more candidates than its room, {sent['overflow']:,} on top"
+                f", all picks {sent['unpruned']:,}, {sent['unpruned'] / sent['pruned']:.2f} times as many; where more "
+                f"keys share the last pick's bin than a rank has room for, {sent['overflow']:,} on top"
             )
         else:
             told += f"; these are all picks, as bound and histogram would make it {sent['pruned']:,}"
@@ -242,7 +241,7 @@ def _result(name: str, work: _Work) -> PassResult:
 
 def bytes_of_exchange(found: Node, ways: int) -> dict[str, int]:
     """Bytes that all ranks together send in an exchange of a step (``sent``), and would otherwise."""
-    batch, queries, k = found.meta["val"][0].shape
+    batch, queries, k = found.meta["val"].shape
     scores = found.all_input_nodes[0]
     table, keys = argument(scores, "block_table"), shape(argument(scores, "keys"))[1]
     tokens = ways * keys * (1 if table is None else shape(table)[1])

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton import knobs
 
 from kimigraph.codegen.templates.cache_rows import listed_id
-from kimigraph.codegen.templates.index_rows import key_offsets, load_channels, load_groups, rounded_groups
+from kimigraph.codegen.templates.index_rows import key_offsets, key_planes, key_scores, key_tile
 from kimigraph.codegen.templates.order_code import order_code
 
 INTERPRET = knobs.runtime.interpret
@@ -74,61 +74,15 @@ def score_keys(
         return
     position = first + tl.arange(0, BLOCK_T)
     offset, exists = key_offsets(block_table, sequence, position, position < reach, KEY_STRIDE, TABLE_STRIDE, PAGE)
-    key_row = keys + offset[:, None]
-    scale_bytes = key_row
-    if GROUP > 0:
-        # Planes of PLANE keys and of the scales of their groups, in one page.
-        GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
-        page, slot = offset // (PLANE * (D + GROUPS)), offset % (PLANE * (D + GROUPS)) // (D + GROUPS)
-        key_row = keys + (page * (PLANE * (D + GROUPS)) + slot * D)[:, None]
-        scale_bytes = keys + (page * (PLANE * (D + GROUPS)) + PLANE * D + slot * GROUPS)[:, None]
-    elif PLANE > 0:
-        # Planes of PLANE keys and of their scales, in one page.
-        page, slot = offset // (PLANE * (D + 4)), offset % (PLANE * (D + 4)) // (D + 4)
-        key_row = keys + (page * (PLANE * (D + 4)) + slot * D)[:, None]
-        scale_row = keys.to(tl.pointer_type(tl.float32)) + page * (PLANE * (D // 4 + 1)) + PLANE * (D // 4) + slot
-        key_scale = tl.load(scale_row, mask=exists, other=0.0)
-    if D <= BLOCK_D:
-        if GROUP > 0:
-            tile = load_groups(key_row, scale_bytes, exists[:, None], 0, 1, D, GROUP, BLOCK_D, UPCAST)
-        else:
-            tile = load_channels(key_row, exists[:, None], 0, 1, D, KEY_STRIDE[2], BLOCK_D, UPCAST, "bits")
+    key_row, group_row, key_scale = key_planes(keys, offset, exists, D, PLANE, GROUP)
+    tile = key_tile(key_row, group_row, exists, 0, D, KEY_STRIDE[2], GROUP, BLOCK_D, UPCAST, "bits")
     for step in range(0, last_token - first_token + 1):
         token = first_token + step
-        score = tl.zeros([BLOCK_T], tl.float32)
-        for head_block in tl.static_range(0, H, BLOCK_H):
-            head = head_block + tl.arange(0, BLOCK_H)
-            q_row = q + sequence * Q_STRIDE[0] + token.to(tl.int64) * Q_STRIDE[1] + head[None, :] * Q_STRIDE[2]
-            weight_row = weights + sequence * WEIGHT_STRIDE[0] + token.to(tl.int64) * WEIGHT_STRIDE[1]
-            weight = tl.load(weight_row + head * WEIGHT_STRIDE[2], mask=head < H, other=0.0).to(tl.float32) * SCALE
-            dots = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
-            for channel in tl.static_range(0, D, BLOCK_D):
-                if D > BLOCK_D:
-                    if GROUP > 0:
-                        tile = load_groups(key_row, scale_bytes, exists[:, None], channel, 1, D, GROUP, BLOCK_D, UPCAST)
-                    else:
-                        tile = load_channels(
-                            key_row, exists[:, None], channel, 1, D, KEY_STRIDE[2], BLOCK_D, UPCAST, "bits"
-                        )
-                if q_scales is not None:
-                    powers = q_scales + sequence * Q_SCALE_STRIDE[0] + token.to(tl.int64) * Q_SCALE_STRIDE[1]
-                    powers += head[None, :] * Q_SCALE_STRIDE[2]
-                    query = load_groups(q_row, powers, (head < H)[None, :], channel, 0, D, GROUP, BLOCK_D, UPCAST)
-                else:
-                    query = load_channels(
-                        q_row, (head < H)[None, :], channel, 0, D, Q_STRIDE[3], BLOCK_D, UPCAST, "bits"
-                    )
-                    if QUANTISES:
-                        query = rounded_groups(query, GROUP)
-                dots = tl.dot(tile, query, dots, input_precision="ieee")
-            # Not a maximum: a NaN must reach the sum.
-            weighted = tl.where(dots < 0.0, 0.0, dots) * weight[None, :]
-            if H % BLOCK_H != 0:
-                # A key with an infinity makes NaN in the padding heads.
-                weighted = tl.where((head < H)[None, :], weighted, 0.0)
-            score += tl.sum(weighted, 1)
-        if PLANE > 0 and GROUP == 0:
-            score *= key_scale
+        score = key_scale * key_scores(
+            q, weights, q_scales, sequence, token.to(tl.int64), tile, key_row, group_row, exists,
+            H, D, Q_STRIDE, KEY_STRIDE, WEIGHT_STRIDE, Q_SCALE_STRIDE, GROUP, QUANTISES, 1.0, SCALE, BLOCK_H, BLOCK_D,
+            UPCAST, "bits",
+        )  # fmt: skip
         visible = exists & (position < visible_limit(lengths, sequence, token, LENGTH_STRIDE, T))
         if mask is not None:
             mask_row = mask + sequence * MASK_STRIDE[0] + token.to(tl.int64) * MASK_STRIDE[1]

@@ -23,12 +23,15 @@ def room_of(peers, rank):
 
 
 @triton.jit
-def place_in(room, slot, at, WORDS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr):
-    """Places in a slot of a room; SIDE_BY_SIDE: ``at`` counts up from a multiple of 4, and 16 bytes go at a time."""
+def place_in(room, slot, at, WORDS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr, TYPE: tl.constexpr = tl.int32):
+    """Places in a slot of a room, for words of TYPE, of which ``at`` counts.
+
+    SIDE_BY_SIDE: ``at`` counts up from a multiple of 16 bytes, and so many go at a time.
+    """
     FAR: tl.constexpr = (WORDS + 3) // 4 * 4
-    place = room + slot.to(tl.int64) * FAR + at
+    place = (room + slot.to(tl.int64) * FAR).to(tl.pointer_type(TYPE)) + at
     if SIDE_BY_SIDE:
-        place = tl.multiple_of(tl.max_contiguous(place, 4), 16)
+        place = tl.multiple_of(tl.max_contiguous(place, 128 // TYPE.primitive_bitwidth), 16)
     return place
 
 
@@ -36,34 +39,59 @@ def place_in(room, slot, at, WORDS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr):
 def leave_word(
     peers, word, at, live, phase, own, WORDS: tl.constexpr, WAYS: tl.constexpr, SIDE_BY_SIDE: tl.constexpr = True
 ):
-    """Leave words of this rank, number ``own``, with every other rank."""
+    """Leave words of this rank, number ``own``, with every other rank. ``at`` counts words of their type."""
     for rank in tl.static_range(WAYS):
         slot = phase * (WAYS - 1) + own - (own > rank).to(tl.int32)
-        place = place_in(room_of(peers, rank), slot, at, WORDS, SIDE_BY_SIDE)
+        place = place_in(room_of(peers, rank), slot, at, WORDS, SIDE_BY_SIDE, word.dtype)
         tl.store(place, word, mask=live & (own != rank), cache_modifier=".wt")
 
 
 @triton.jit
-def word_from(
-    room, rank, at, live, phase, own,
-    NONE: tl.constexpr, WORDS: tl.constexpr, WAYS: tl.constexpr, ALONE: tl.constexpr = True,
-):  # fmt: skip
-    """Words of another rank, once all of them have come; their places are cleared. 0 where ``rank`` is this one.
+def arrived(place, wanted, NONE: tl.constexpr, ALONE: tl.constexpr):
+    """The ``wanted`` words at places of the own room, once all of them have come; their places are cleared.
 
-    ALONE: one thread reads each word. Else some threads may have seen it come before others, and all read it again.
+    ALONE: one thread reads each word. Else some threads may have seen it come before others, which read it again.
     """
-    slot = phase * (WAYS - 1) + rank - (rank > own).to(tl.int32)
-    place = place_in(room, slot, at, WORDS, True)
-    wanted = live & (own != rank)
     word = tl.load(place, mask=wanted, other=0, volatile=True)
-    while tl.max((word == NONE).to(tl.int32), 0) > 0:
+    while tl.max((word == NONE).to(tl.int32)) > 0:
         word = tl.load(place, mask=wanted, other=0, volatile=True)
     if not ALONE:
         tl.debug_barrier()
-        word = tl.where(word == NONE, tl.load(place, mask=wanted, other=0, volatile=True), word)
+        word = tl.where(word == NONE, tl.load(place, mask=wanted & (word == NONE), other=0, volatile=True), word)
         tl.debug_barrier()
-    tl.store(place, tl.full(word.shape, NONE, tl.int32), mask=wanted)
+    tl.store(place, tl.full(word.shape, NONE, word.dtype), mask=wanted)
     return word
+
+
+@triton.jit
+def word_from(room, rank, at, live, phase, own, NONE: tl.constexpr, WORDS: tl.constexpr, WAYS: tl.constexpr):
+    """Words of another rank; 0 where ``rank`` is this one."""
+    slot = phase * (WAYS - 1) + rank - (rank > own).to(tl.int32)
+    return arrived(place_in(room, slot, at, WORDS, True), live & (own != rank), NONE, True)
+
+
+@triton.jit
+def tell(peers, told, word, at, live, phase, own, WORDS: tl.constexpr, WAYS: tl.constexpr,
+         SIDE_BY_SIDE: tl.constexpr = True):  # fmt: skip
+    """Leave words with every other rank, and in ``told``, a slot of this rank's own that no other one sees."""
+    leave_word(peers, word, at, live, phase, own, WORDS, WAYS, SIDE_BY_SIDE)
+    tl.store(told.to(tl.pointer_type(word.dtype)) + at, word, mask=live)
+    tl.debug_barrier()
+
+
+@triton.jit
+def heard(
+    room, told, line, at, live, phase, own,
+    NONE: tl.constexpr, WORDS: tl.constexpr, WAYS: tl.constexpr, TYPE: tl.constexpr = tl.int32,
+):  # fmt: skip
+    """What all ranks have told at places ``at`` [1, .], each on its ``line`` [., 1]; 0 behind the last rank's."""
+    FAR: tl.constexpr = (WORDS + 3) // 4 * 4
+    slot = phase * (WAYS - 1) + line - (line > own).to(tl.int32)
+    slot = tl.where(line == own, told, room + slot.to(tl.int64) * FAR).to(tl.pointer_type(TYPE))
+    SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
+    place = tl.multiple_of(tl.max_contiguous(slot + at, [1, 16 // SIZE]), [SIZE, 16])
+    none: tl.constexpr = NONE if SIZE == 4 else NONE * (1 << 32) + (NONE + (1 << 32))  # two words beside
+    return arrived(place, live & (line < WAYS), none, False)
 
 
 def meeting_place(group, words, programs, none, device):

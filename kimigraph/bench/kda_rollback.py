@@ -20,7 +20,6 @@ from kimigraph.ir.operators.registry import nbytes
 
 SIDE, HEADS, LAYERS, DRAFTS = kda_decode.SIDE, 32, 6, 7
 BATCHES = (1, 32, 128)
-WEIGHTS = ("conv_weight", "dt_bias", "a_log", "norm_weight")
 LAST = ("out_gate", "norm_weight")
 
 

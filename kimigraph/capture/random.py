@@ -9,8 +9,6 @@ from torch.fx import Graph, Node
 from kimigraph.ir.errors import CaptureError
 from kimigraph.ir.provenance import module_path, source_line
 
-ATEN = torch.ops.aten
-
 
 def check_deterministic(graph: Graph, name: str) -> None:
     """CaptureError when a node of ``graph`` draws random numbers; attention and dropout at rate 0 draw none."""

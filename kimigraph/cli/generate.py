@@ -72,9 +72,7 @@ def _generate(
     pages: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Pages of 64 tokens. [default: for all sequences in full]")
     ] = None,
-    cuda_graph: Annotated[
-        bool, typer.Option("--cuda-graph", help="Replay the step of a new token as one CUDA graph.")
-    ] = False,
+    cuda_graph: Annotated[bool, typer.Option("--cuda-graph", help="Replay each step as one CUDA graph.")] = False,
     draft: Annotated[
         str | None,
         typer.Option(

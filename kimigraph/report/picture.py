@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from torch.fx import Graph, Node
 
@@ -219,11 +219,3 @@ def _order(boxes: Sequence[Box]) -> dict[str, int]:
     inside = [box for box in boxes if box.kind not in ("input", "state", "output")]
     places = {frame: place for place, frame in enumerate(dict.fromkeys(box.frame or box.name for box in inside))}
     return {box.name: places[box.frame or box.name] for box in inside}
-
-
-def zoom_named(text: str) -> Zoom:
-    """The zoom of that name; UsageError for another."""
-    for zoom in get_args(Zoom):
-        if zoom == text:
-            return zoom
-    raise UsageError(f"--zoom {text}: use one of {', '.join(get_args(Zoom))}")

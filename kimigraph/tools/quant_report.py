@@ -19,7 +19,6 @@ from kimigraph.tools.prompts import Prompts
 from kimigraph.tools.quant_layers import LayerCost, LayerProbe, Noise
 
 NAME = "insert-quantization"
-STEPS = 64
 
 
 @dataclass

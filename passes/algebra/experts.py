@@ -16,7 +16,6 @@ from kimigraph.passes.algebra.nodes import argument, constant, described, dtype,
 from kimigraph.passes.algebra.refusal import Refused
 from kimigraph.passes.algebra.routing import Routing
 
-ATEN = torch.ops.aten
 GROUPED = frozenset(("_grouped_mm", "grouped_mm"))
 
 

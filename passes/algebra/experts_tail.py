@@ -5,7 +5,6 @@ Each part is optional, and taken along only where nothing else reads what lies b
 
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Node
 
 from kimigraph.ir.operators import OPERATORS
@@ -15,8 +14,6 @@ from kimigraph.passes.algebra.gating import gating_of
 from kimigraph.passes.algebra.layout import contiguous, layout, peel
 from kimigraph.passes.algebra.nodes import argument, dtype, is_view, packet, shape
 from kimigraph.passes.algebra.refusal import Refused
-
-ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)

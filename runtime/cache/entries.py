@@ -8,7 +8,7 @@ read.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -178,8 +178,3 @@ def _record(name: str, content: bytes) -> dict[str, Any]:
 
 def _text(document: Any) -> bytes:
     return (json.dumps(document, sort_keys=True, indent=1) + "\n").encode()
-
-
-def as_document(record: EntryRecord) -> dict[str, Any]:
-    """The record as plain JSON values."""
-    return asdict(record)

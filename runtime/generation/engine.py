@@ -77,7 +77,7 @@ class Engine:
         *,
         batches: Sequence[int] | None = None,
         chunks: Sequence[int] = (),
-        budget: int = 512,
+        budget: int = 2048,
         max_waiting: int | None = None,
         speculation: Speculating | None = None,
         choose: Choose = choose,

@@ -4,12 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+from rank_rooms import RankRooms
 
 from kimigraph.bench.kernels import kernel_for
 from kimigraph.ir.lock_step import in_lock_step
 from kimigraph.ir.reference.exchange_picks import exchanging
+from kimigraph.ir.reference.index_exchange import exchange, local_candidates
 
 pytestmark = pytest.mark.gpu
+
+Given = list[tuple[torch.Tensor, torch.Tensor]]
+"""Scores and places of each rank."""
 
 
 class Ranks:
@@ -21,43 +26,33 @@ class Ranks:
         given = {"scores": empty, "places": empty.int()}
         self.module = kernel_for("exchange_picks", given, {**self.sizes, "group": "kimigraph.sp"})
         self.constants = self.module.CONSTANTS["exchange_rows"]
-        words, none = self.constants["WORDS"], self.constants["NONE"]
-        size = 2 * (ways - 1) * (words + 3)
-        self.rooms = [torch.full((size,), none, dtype=torch.int32, device="cuda") for _ in range(ways)]
-        places = [room.data_ptr() for room in self.rooms]
-        self.peers = [torch.tensor([*places, rank], dtype=torch.int64, device="cuda") for rank in range(ways)]
-        self.rounds = [torch.zeros(rows, dtype=torch.int32, device="cuda") for _ in range(ways)]
-        self.streams = [torch.cuda.Stream() for _ in range(ways)]
+        self.rooms = RankRooms(self.constants, rows, ways)
+        self.told = [self.filled("told", -5) for _ in range(ways)]
 
-    def round(self, given: list[tuple[torch.Tensor, torch.Tensor]], late: int) -> list[tuple[torch.Tensor, ...]]:
-        found = []
-        torch.cuda.synchronize()
-        for _ in given:
-            shape, keys = self.module.CONSTANTS["out"], self.module.CONSTANTS["lists"]
-            out = [torch.full(shape, 77, dtype=torch.int32, device="cuda") for _ in range(2)]
-            scratch = torch.full(keys, -5, dtype=torch.int32, device="cuda")
-            torch.cuda.synchronize()
-            found.append((*out, scratch))
-        for rank, (scores, places) in enumerate(given):
-            with torch.cuda.stream(self.streams[rank]):
-                if rank == late:
-                    torch.cuda._sleep(2_000_000)
-                self.module.exchange_rows[(self.module.CONSTANTS["rows"],)](
-                    scores, places, *found[rank], self.peers[rank], self.rounds[rank],
-                    **self.constants, **self.module.CONSTANTS["options"],
-                )  # fmt: skip
-        torch.cuda.synchronize()
+    def filled(self, name: str, value: int) -> torch.Tensor:
+        return torch.full(self.module.CONSTANTS[name], value, dtype=torch.int32, device="cuda")
+
+    def launch(self, rank: int, scores: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
+        self.module.exchange_rows[(self.module.CONSTANTS["rows"],)](
+            scores, places, out, self.told[rank], self.rooms.peers[rank], self.rooms.rounds[rank],
+            **self.constants, **self.module.CONSTANTS["options"],
+        )  # fmt: skip
+
+    def round(self, given: Given, late: int) -> list[torch.Tensor]:
+        found = [self.filled("out", 77) for _ in given]
+        self.rooms.meet(lambda rank: self.launch(rank, *given[rank], found[rank]), late)
         return found
 
-    def check(self, given: list[tuple[torch.Tensor, torch.Tensor]], late: int = 0) -> None:
+    def wanted(self, given: Given) -> list[torch.Tensor]:
         asking = [
             exchanging(scores.cpu(), places.cpu(), rank, **self.sizes) for rank, (scores, places) in enumerate(given)
         ]
-        wanted, _ = in_lock_step(asking)
-        for (own, every, _), (own_wanted, every_wanted) in zip(self.round(given, late), wanted, strict=True):
-            assert torch.equal(every.cpu(), every_wanted)
-            assert torch.equal(own.cpu(), own_wanted)
-        assert all(bool((room == self.constants["NONE"]).all()) for room in self.rooms)
+        return in_lock_step(asking)[0]
+
+    def check(self, given: Given, late: int = 0) -> None:
+        for own, wanted in zip(self.round(given, late), self.wanted(given), strict=True):
+            assert torch.equal(own.cpu(), wanted)
+        assert self.rooms.cleared()
 
 
 def picked(rows: int, each: int, held: list[int], scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,6 +73,7 @@ def test_what_the_reference_gives(ways: int, each: int, k: int, run: int) -> Non
     rows, ranks = 6, Ranks(6, each, k, ways, run)
     kinds = {
         "reals": lambda: torch.randn(rows, 1, each),
+        "alike": lambda: torch.randn(rows, 1, each),
         "ties": lambda: torch.randint(0, 3, (rows, 1, each)).float(),
         "equal": lambda: torch.zeros(rows, 1, each),
         "signed zeros": lambda: torch.zeros(rows, 1, each) * (torch.randint(0, 2, (rows, 1, each)) * 2 - 1),
@@ -95,11 +91,33 @@ def test_what_the_reference_gives(ways: int, each: int, k: int, run: int) -> Non
 
 
 def test_winners_of_one_rank() -> None:
-    """All that wins lies on one rank, so that it sends k and the others nothing that counts."""
+    """All that wins lies on one rank, so that the others tell nothing that counts."""
     torch.manual_seed(1)
     ranks = Ranks(4, 256, 256, 4, 64)
     given = [picked(4, 256, [256] * 4, torch.rand(4, 1, 256) + (100.0 if rank == 2 else 0.0)) for rank in range(4)]
     ranks.check(given)
+
+
+def test_as_many_contested_as_are_compared_at_once_and_more() -> None:
+    """Ten of the keys at 501 win. They are all of them, or as many as a rank may have for the short way, or more."""
+    torch.manual_seed(3)
+    ranks = Ranks(5, 512, 512, 2, 64)
+    few = ranks.constants["FEW"]
+    numbers = [10, 11, few, few + 1, 512]
+    low, high = torch.rand(2, 5, 1, 512), 900 + torch.rand(5, 1, 512)
+    column, contested = torch.arange(512), torch.tensor(numbers).view(-1, 1, 1)
+    for step in (0.5, 0.0):  # all different, all equal
+        near = 501 + step * torch.rand(5, 1, 512)
+        first = torch.where((column + 7) % 512 < contested, near, low[0])
+        second = torch.where(column >= 10, high, low[1])
+        given = [picked(5, 512, [512] * 5, scores) for scores in (first, second)]
+        tokens = torch.arange(512)
+        asking = [
+            exchange(local_candidates(scores.cpu()[:, 0], torch.ones(5, 512, dtype=torch.bool), tokens, 512), 512, 2)
+            for scores, _ in given
+        ]
+        assert in_lock_step(asking)[0][0].contested.tolist() == numbers
+        ranks.check(given)
 
 
 def test_rounds_of_a_graph_with_changing_data() -> None:
@@ -109,34 +127,21 @@ def test_rounds_of_a_graph_with_changing_data() -> None:
     ranks = Ranks(rows, each, each, ways, 16)
     start = [picked(rows, each, [each] * rows, torch.randn(rows, 1, each)) for _ in range(ways)]
     held = [scores.clone() for scores, _ in start]
-    shape, graphs, kept = ranks.module.CONSTANTS["out"], [], []
+    kept = [[ranks.filled("out", 77) for _ in range(rounds)] for _ in range(ways)]
     ranks.round([(scores.clone(), places) for scores, places in start], late=0)
-    for rank, (_, places) in enumerate(start):
-        outs = [[torch.empty(shape, dtype=torch.int32, device="cuda") for _ in range(2)] for _ in range(rounds)]
-        lists = torch.empty(ranks.module.CONSTANTS["lists"], dtype=torch.int32, device="cuda")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=ranks.streams[rank]):
-            for own, every in outs:
-                held[rank].mul_(-1.25).add_(rank)
-                ranks.module.exchange_rows[(rows,)](
-                    held[rank], places, own, every, lists, ranks.peers[rank], ranks.rounds[rank],
-                    **ranks.constants, **ranks.module.CONSTANTS["options"],
-                )  # fmt: skip
-        graphs.append(graph)
-        kept.append(outs)
-    for rank, graph in enumerate(graphs):
-        with torch.cuda.stream(ranks.streams[rank]):
-            graph.replay()
-    torch.cuda.synchronize()
+
+    def steps(rank: int) -> None:
+        for out in kept[rank]:
+            held[rank].mul_(-1.25).add_(rank)
+            ranks.launch(rank, held[rank], start[rank][1], out)
+
+    ranks.rooms.replay([ranks.rooms.captured(rank, lambda rank=rank: steps(rank)) for rank in range(ways)])
     now = [scores.clone() for scores, _ in start]
     for number in range(rounds):
         now = [scores.mul_(-1.25).add_(rank) for rank, scores in enumerate(now)]
-        asking = [
-            exchanging(scores.cpu(), places.cpu(), rank, **ranks.sizes)
-            for rank, (scores, (_, places)) in enumerate(zip(now, start, strict=True))
-        ]
-        for rank, (own, every) in enumerate(in_lock_step(asking)[0]):
-            assert torch.equal(kept[rank][number][0].cpu(), own) and torch.equal(kept[rank][number][1].cpu(), every)
+        wanted = ranks.wanted([(scores, places) for scores, (_, places) in zip(now, start, strict=True)])
+        assert all(torch.equal(kept[rank][number].cpu(), own) for rank, own in enumerate(wanted))
+    assert ranks.rooms.cleared()
 
 
 def test_more_rows_than_share_the_room_are_refused_nothing() -> None:

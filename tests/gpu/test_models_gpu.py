@@ -14,7 +14,7 @@ import torch
 from kimigraph.generator import Generator
 from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.errors import UsageError
-from kimigraph.runtime.generation import PagedSlots
+from kimigraph.runtime.generation import PagedSlots, Sampling
 
 pytestmark = pytest.mark.gpu
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -76,3 +76,19 @@ def test_neither_places_of_pages_nor_what_ran_before_change_a_bit(fidelity: Modu
         slots.cache.reserve({kept: 16 * draw.randint(1, 3)})
         assert torch.equal(logits(), first)
         slots.cache.free(kept)
+
+
+@pytest.mark.timeout(300)
+def test_pieces_of_prompts_in_graphs_give_the_bits_of_those_without(fidelity: ModuleType, tmp_path: Path) -> None:
+    """The second piece of a size is captured and replayed, also behind other tokens and in another slot."""
+    fidelity.write_checkpoint("kimi_k31", "mid", 0, tmp_path)
+    prompts = [[7 + place for place in range(length)] for length in (53, 37, 45)]
+    tokens: list[list[list[int]]] = []
+    for cuda_graph in (False, True):
+        config = CompileConfig(target="cuda", dtype="bfloat16", context=96, cuda_graph=cuda_graph)
+        generator = Generator(tmp_path, config=config, max_batch=2, batches=(2,), chunks=(16, 4))
+        completions = generator.generate(prompts, Sampling(max_new_tokens=8))
+        tokens.append([one.tokens for one in completions])
+    assert tokens[0] == tokens[1] and all(len(found) == 8 for found in tokens[0])
+    graphs = generator.programs.graphs
+    assert graphs is not None and graphs.captured == 4  # pieces of 16, 4 and 1, and the step of two

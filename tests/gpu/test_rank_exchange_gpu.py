@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rank_rooms import RankRooms
 
 from kimigraph.bench.kernels import kernel_for
 
@@ -15,34 +16,22 @@ class Ranks:
         given = {"addend" if op == "rank_sum" else "part": part}
         self.module = kernel_for(op, given, {**attributes, "ways": ways, "group": "kimigraph.tp"})
         self.name = "sum_ranks" if op == "rank_sum" else "gather_ranks"
-        self.constants = self.module.CONSTANTS[self.name]
-        words, [programs] = self.constants["WORDS"], self.module.CONSTANTS["grid"]
+        [programs] = self.module.CONSTANTS["grid"]
         assert ways * programs <= 1024, "programs of all ranks must fit this GPU at once"
-        empty = torch.full((2 * (ways - 1) * (words + 3),), self.constants["NONE"], dtype=torch.int32, device="cuda")
-        self.rooms = [empty.clone() for _ in range(ways)]
-        places = [room.data_ptr() for room in self.rooms]
-        self.peers = [torch.tensor([*places, rank], dtype=torch.int64, device="cuda") for rank in range(ways)]
-        self.rounds = [torch.zeros(programs, dtype=torch.int32, device="cuda") for _ in range(ways)]
-        self.streams = [torch.cuda.Stream() for _ in range(ways)]
+        self.rooms = RankRooms(self.module.CONSTANTS[self.name], programs, ways)
+
+    def launch(self, rank: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        kernel, constants = getattr(self.module, self.name), self.module.CONSTANTS
+        kernel[constants["grid"]](
+            x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), self.rooms.peers[rank],
+            self.rooms.rounds[rank], **constants[self.name], **constants["options"],
+        )  # fmt: skip
 
     def round(self, given: list[torch.Tensor], late: int | None = None) -> list[torch.Tensor]:
         """One call of every rank, the rank ``late`` behind the others."""
         results = [torch.empty(self.module.CONSTANTS["out"], dtype=x.dtype, device="cuda") for x in given]
-        torch.cuda.synchronize()
-        kernel, grid = getattr(self.module, self.name), self.module.CONSTANTS["grid"]
-        for rank, (x, out) in enumerate(zip(given, results, strict=True)):
-            with torch.cuda.stream(self.streams[rank]):
-                if rank == late:
-                    torch.cuda._sleep(2_000_000)
-                kernel[grid](
-                    x.view(-1).view(torch.int32), out.view(-1).view(torch.int32), self.peers[rank], self.rounds[rank],
-                    **self.constants, **self.module.CONSTANTS["options"],
-                )  # fmt: skip
-        torch.cuda.synchronize()
+        self.rooms.meet(lambda rank: self.launch(rank, given[rank], results[rank]), late)
         return results
-
-    def cleared(self) -> bool:
-        return all(bool((room == self.constants["NONE"]).all()) for room in self.rooms)
 
 
 def parts(shape: tuple[int, ...], dtype: torch.dtype, ways: int) -> list[torch.Tensor]:
@@ -62,7 +51,7 @@ def test_sums(ways: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
             wanted = wanted + x.float()
         for out in ranks.round(given, late=number % (ways + 1)):
             assert torch.equal(out, wanted.to(dtype))
-    assert ranks.cleared()
+    assert ranks.rooms.cleared()
 
 
 def test_a_nan_arrives_whatever_its_bits() -> None:
@@ -91,7 +80,7 @@ def test_gathers(ways: int, shape: tuple[int, ...], dim: int, dtype: torch.dtype
             given = [x.clamp_min(-1) for x in given]  # picks, and -1 behind them
         for out in ranks.round(given, late=number % (ways + 1)):
             assert torch.equal(out, torch.cat(given, dim))
-    assert ranks.cleared()
+    assert ranks.rooms.cleared()
 
 
 def test_a_thousand_rounds_of_a_graph_with_changing_data() -> None:
@@ -100,27 +89,18 @@ def test_a_thousand_rounds_of_a_graph_with_changing_data() -> None:
     ranks = Ranks("rank_sum", parts(shape, torch.bfloat16, 1)[0], ways)
     given, held = parts(shape, torch.float32, ways), parts(shape, torch.bfloat16, ways)
     totals = [torch.zeros(shape, device="cuda") for _ in range(ways)]
-    kernel, grid = ranks.module.sum_ranks, ranks.module.CONSTANTS["grid"]
     ranks.round(held)
-    graphs = []
-    for rank in range(ways):
-        graph, out = torch.cuda.CUDAGraph(), torch.empty_like(held[rank])
-        with torch.cuda.graph(graph, stream=ranks.streams[rank]):
-            for _ in range(4):
-                given[rank].mul_(-0.75).add_(1.0)
-                held[rank].copy_(given[rank])
-                kernel[grid](
-                    held[rank].view(-1).view(torch.int32), out.view(-1).view(torch.int32), ranks.peers[rank],
-                    ranks.rounds[rank], **ranks.constants, **ranks.module.CONSTANTS["options"],
-                )  # fmt: skip
-                totals[rank].add_(out)
-        graphs.append(graph)
+
+    def steps(rank: int) -> None:
+        out = torch.empty_like(held[rank])
+        for _ in range(4):
+            given[rank].mul_(-0.75).add_(1.0)
+            held[rank].copy_(given[rank])
+            ranks.launch(rank, held[rank], out)
+            totals[rank].add_(out)
+
     own = [x.clone() for x in given]
-    for _ in range(250):
-        for rank, graph in enumerate(graphs):
-            with torch.cuda.stream(ranks.streams[rank]):
-                graph.replay()
-    torch.cuda.synchronize()
+    ranks.rooms.replay([ranks.rooms.captured(rank, lambda rank=rank: steps(rank)) for rank in range(ways)], 250)
     wanted = torch.zeros(shape, device="cuda")
     for _ in range(1000):
         own = [x.mul_(-0.75).add_(1.0) for x in own]

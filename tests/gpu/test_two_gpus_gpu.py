@@ -10,8 +10,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-PROMPT = ",".join(str(3 + 7 * token % 251) for token in range(520))
-"""512 of its tokens are a step whose stretches ranks share out (``share-tokens``), eight a step that is too short."""
+PROMPT = ",".join(str(3 + 7 * token % 251) for token in range(1032))
+"""Two pieces of 512 tokens, whose stretches ranks share out (``share-tokens``), and one of 8, which is too short."""
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,7 @@ def generated(cache: Path, *options: str) -> list[list[int]]:
     """The tokens that ``kimigraph generate`` adds to each prompt."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "KIMIGRAPH_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "kimigraph", "generate", str(ROOT / "examples" / "k31_tiny"), "--target", "cuda"]
-    line += ["--max-new-tokens", "12", "--context", "1024", "--set", "num_hidden_layers=4", "--no-stop", "--json"]
+    line += ["--max-new-tokens", "12", "--context", "2048", "--set", "num_hidden_layers=4", "--no-stop", "--json"]
     line += ["--max-batch", "1", "--prompt-ids", PROMPT, *options]
     done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -178,3 +179,29 @@ def test_an_installed_package_is_found_by_its_entry_point(monkeypatch: pytest.Mo
     fresh = module.default_registry.__wrapped__()
     assert Pipeline.parse("fuse-multiply-add{limit=2}", fresh) == Pipeline((FuseMultiplyAdd(2),))
     assert fresh.names[-1] == "fuse-multiply-add"
+
+
+def test_the_pass_that_the_page_shows_does_what_it_says(
+    tmp_path: Path, trace: Any, run: Any, count: Any, context: PassContext
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "writing_passes.md").read_text(encoding="utf-8")
+    (tmp_path / "page.py").write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
+    spec = spec_from_file_location("page", tmp_path / "page.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def negated(x: torch.Tensor, state: torch.Tensor) -> Any:
+        kept = -state
+        state.add_(1)
+        return torch.neg(-x) + 1, -kept
+
+    inputs = torch.randn(3, 4), torch.randn(3, 4)
+    program = trace(negated, *inputs)
+    before = run(program, *inputs)
+    pipeline = Pipeline((module.DropDoubleNegation(),))
+    first, again = (run_pipeline(program, pipeline, context)[0].result for _ in range(2))
+    torch.testing.assert_close(run(program, *inputs), before)
+    assert (first.modified, again.modified, first.statistics["dropped"]) == (True, False, 1)
+    assert [r.message for r in first.remarks if r.kind == "missed"] == ["add_ writes what neg negates"]
+    assert count(program.graph_module.graph, ATEN.neg.default) == 2

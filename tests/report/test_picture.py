@@ -1,7 +1,6 @@
 """Pictures of a program at three distances: which boxes there are, what stands in them, what is joined."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from kimigraph.ir.errors import UsageError
 from kimigraph.ir.launches import launches_of
 from kimigraph.ir.program import CapturedProgram
 from kimigraph.passes import default_pipeline, run_pipeline
-from kimigraph.report.picture import Arrow, Box, Picture, draw, zoom_named
+from kimigraph.report.picture import Arrow, Box, Picture, Zoom, draw
 from kimigraph.report.picture_text import as_dot, as_mermaid
 from kimigraph.session import pass_context
 
@@ -76,8 +75,8 @@ def test_kernels_are_what_is_launched(program: CapturedProgram) -> None:
 
 
 @pytest.mark.parametrize("zoom", ["model", "layer", "kernel"])
-def test_both_texts_hold_every_box_and_arrow(zoom: str, program: CapturedProgram) -> None:
-    picture = draw(program, zoom_named(zoom))
+def test_both_texts_hold_every_box_and_arrow(zoom: Zoom, program: CapturedProgram) -> None:
+    picture = draw(program, zoom)
     dot, mermaid = as_dot(picture), as_mermaid(picture)
     strings = r'"(?:[^"\\\\]|\\\\.)*"'
     assert len(re.findall(rf"^ +{strings} \[label=", dot, re.M)) == len(picture.boxes)
@@ -98,9 +97,6 @@ def test_names_that_mean_something_to_a_renderer_are_quoted() -> None:
     assert mermaid.count("#quot;]; x -#gt; y #lt;b#gt; #35;1") == 4
     # Mermaid reads "call" alone as the begin of a callback, and refuses the whole picture.
     assert "classDef call_box" in mermaid and ":::call_box" in mermaid
-    with pytest.raises(UsageError, match="--zoom near: use one of model, layer, kernel"):
-        zoom_named("near")
-    assert sys.version_info >= (3, 11)
 
 
 def test_the_command_writes_a_file_or_prints(tmp_path: Path, capsys: Any) -> None:

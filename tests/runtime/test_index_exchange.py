@@ -18,7 +18,6 @@ from kimigraph.ir.reference.index_exchange import (
     exchange,
     exchange_all,
     local_candidates,
-    owned,
     room,
 )
 from kimigraph.ir.reference.key_scores import key_scores
@@ -41,13 +40,26 @@ def wanted(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
 def exchanged(
     scores: torch.Tensor, visible: torch.Tensor, k: int, shards: SequenceShards, by: Any = exchange
 ) -> tuple[list[Exchanged], int]:
-    """What simulated ranks find, each of which sees its own tokens alone, and the bytes that they sent."""
+    """What each of simulated ranks finds, which sees its own tokens alone, and the bytes that they sent."""
     ranks: list[Any] = []
     every = torch.arange(scores.shape[1])
     for rank in range(shards.ways):
         mine = every[shards.owner(every) == rank]
         ranks.append(by(local_candidates(scores[:, mine], visible[:, mine], mine, k), k, shards.ways))
     return in_lock_step(ranks)
+
+
+def together(results: list[Exchanged]) -> torch.Tensor:
+    """All ranks' winners [R, k], ascending, then -1; each rank's are such a list, and no two have one token."""
+    for result in results:
+        rows = [[token for token in row if token >= 0] for row in result.tokens.tolist()]
+        k = result.tokens.shape[1]
+        assert result.tokens.tolist() == [sorted(set(row)) + [-1] * (k - len(row)) for row in rows]
+    every = torch.cat([result.tokens for result in results], -1)
+    behind = torch.iinfo(torch.int32).max
+    first = torch.where(every < 0, behind, every).sort(-1).values
+    assert (first[:, results[0].tokens.shape[1] :] == behind).all()
+    return torch.where(first == behind, -1, first)[:, : results[0].tokens.shape[1]]
 
 
 @settings(max_examples=150, deadline=None)
@@ -71,13 +83,9 @@ def test_ranks_find_what_one_device_does(data: st.DataObject) -> None:
     answer = wanted(scores, visible, k)
     for by in (exchange, exchange_all):
         results, _ = exchanged(scores, visible, k, shards, by)
-        for result in results:
-            assert torch.equal(result.tokens, answer)
-    for rank in range(ways):
-        own = owned(answer, shards, rank)
-        expected = [shards.local(row[(row >= 0) & (shards.owner(row) == rank)]).tolist() for row in answer]
-        assert [row[row >= 0].tolist() for row in own] == expected
-        assert all((row[len(kept) :] == -1).all() for row, kept in zip(own, expected, strict=True))  # compact in front
+        assert torch.equal(together(results), answer)
+        for rank, result in enumerate(results):
+            assert (shards.owner(result.tokens[result.tokens >= 0]) == rank).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,18 +115,39 @@ def test_bytes_are_those_of_the_plan_and_fewer_than_the_targets() -> None:
         assert sent < rows * tokens * 4  # sending scores
 
 
-def test_winners_on_one_rank_and_ties_overflow_into_the_full_exchange() -> None:
+def test_contested_keys_beyond_the_room_are_sent_instead() -> None:
+    shards, k, tokens = SequenceShards(2, 8), 64, 512
+    visible = torch.ones(1, tokens, dtype=torch.bool)
+    for scores, contested in (
+        (torch.zeros(1, tokens), 2 * k),
+        (torch.where(torch.arange(tokens) < 60, 2.0, torch.where(torch.arange(tokens) < 70, 1.0, 0.0))[None], 10),
+        (torch.where(torch.arange(tokens) < 60, 2.0, torch.where(torch.arange(tokens) < 68, 1.0, 0.0))[None], 8),
+    ):
+        results, sent = exchanged(scores, visible, k, shards)
+        assert all(result.overflowed == (contested > room(k)) for result in results) and room(k) == 8
+        assert [int(result.contested) for result in results] == [contested] * 2
+        assert torch.equal(together(results), wanted(scores, visible, k))
+        plan = bytes_a_row(k, 2)
+        assert sent == plan["pruned"] + (plan["overflow"] if contested > room(k) else 0)
+
+
+def test_a_bin_of_which_all_win_needs_no_room() -> None:
+    """Of the second bin's 20 keys all are wanted, which is more than the room, and none of them is sent."""
+    shards, k, tokens = SequenceShards(2, 8), 64, 512
+    scores = torch.where(torch.arange(tokens) < 44, 2.0, torch.where(torch.arange(tokens) < 64, 1.0, 0.0))[None]
+    results, sent = exchanged(scores, torch.ones(1, tokens, dtype=torch.bool), k, shards)
+    assert int(results[0].contested) == 20 and not results[0].overflowed
+    assert together(results).tolist() == [list(range(64))] and sent == bytes_a_row(k, 2)["pruned"]
+
+
+def test_winners_of_one_rank_stay_within_the_room() -> None:
     shards, k, tokens = SequenceShards(2, 8), 64, 512
     every = torch.arange(tokens)
+    scores = torch.where(shards.owner(every) == 1, 1.0 + every / tokens, every / tokens).unsqueeze(0)
     visible = torch.ones(1, tokens, dtype=torch.bool)
-    one_sided = torch.where(shards.owner(every) == 1, 1.0 + every / tokens, every / tokens).unsqueeze(0)
-    for scores in (one_sided, torch.zeros(1, tokens)):
-        [first, second], sent = exchanged(scores, visible, k, shards)
-        assert first.overflowed and second.overflowed
-        assert torch.equal(first.tokens, wanted(scores, visible, k))
-        plan = bytes_a_row(k, 2)
-        assert sent == plan["pruned"] + plan["overflow"]
-    assert room(64, 2) == 40 and room(1, 4) == 1
+    results, _ = exchanged(scores, visible, k, shards)
+    assert not results[0].overflowed and (results[0].tokens == -1).all() and (results[1].tokens >= 0).all()
+    assert torch.equal(together(results), wanted(scores, visible, k))
 
 
 def test_tokens_beyond_what_a_float_holds_are_exact() -> None:
@@ -127,7 +156,8 @@ def test_tokens_beyond_what_a_float_holds_are_exact() -> None:
     own = local_candidates(scores, torch.ones(1, 4, dtype=torch.bool), tokens, 3)
     none = local_candidates(scores[:, :0], torch.ones(1, 0, dtype=torch.bool), tokens[:0], 3)
     results, _ = in_lock_step([exchange(own, 3, 2), exchange(none, 3, 2)])
-    assert results[1].tokens.tolist() == [[16_777_217, 16_777_219, 2_000_000_001]]
+    assert results[0].tokens.tolist() == [[16_777_217, 16_777_219, 2_000_000_001]]
+    assert results[1].tokens.tolist() == [[-1, -1, -1]]
 
 
 def test_the_indexer_over_shards_is_that_of_one_device() -> None:
@@ -140,7 +170,7 @@ def test_the_indexer_over_shards_is_that_of_one_device() -> None:
     visible = torch.arange(total) < lengths.unsqueeze(-1)
     for ways in (2, 3, 4):
         results, _ = exchanged(scores, visible, k, SequenceShards(ways, 4))
-        assert torch.equal(results[0].tokens, picks[:, 0])
+        assert torch.equal(together(results), picks[:, 0])
 
 
 def test_ranks_that_ask_for_different_collectives_are_refused() -> None:

@@ -32,7 +32,7 @@ from kimigraph.ir.trace import write_timeline
 from kimigraph.onnx_export import export_onnx
 from kimigraph.passes import default_pipeline, run_pipeline
 from kimigraph.passes.scheduling.planned import planned_track
-from kimigraph.report.picture import draw, zoom_named
+from kimigraph.report.picture import Zoom, draw
 from kimigraph.report.picture_text import as_dot, as_mermaid
 from kimigraph.session import pass_context
 
@@ -180,8 +180,8 @@ def run_trace(path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="no Graphviz here")
 @pytest.mark.parametrize("zoom", ZOOMS)
-def test_graphviz_draws_every_zoom(zoom: str, program: CapturedProgram, pictures: Path) -> None:
-    picture = draw(program, zoom_named(zoom))
+def test_graphviz_draws_every_zoom(zoom: Zoom, program: CapturedProgram, pictures: Path) -> None:
+    picture = draw(program, zoom)
     drawn = pictures / f"dot-{zoom}.png"
     done = subprocess.run(
         ["dot", "-Tpng", "-Gdpi=80", "-o", str(drawn)], input=as_dot(picture), text=True, capture_output=True
@@ -195,8 +195,8 @@ def test_graphviz_draws_every_zoom(zoom: str, program: CapturedProgram, pictures
 @needs_browser
 @pytest.mark.skipif("MERMAID_JS" not in os.environ, reason="MERMAID_JS names no mermaid.min.js: npm install mermaid")
 @pytest.mark.parametrize("zoom", ZOOMS)
-def test_mermaid_draws_every_zoom(zoom: str, program: CapturedProgram, tmp_path: Path, pictures: Path) -> None:
-    picture = draw(program, zoom_named(zoom))
+def test_mermaid_draws_every_zoom(zoom: Zoom, program: CapturedProgram, tmp_path: Path, pictures: Path) -> None:
+    picture = draw(program, zoom)
     page = tmp_path / "page.html"
     page.write_text(
         "<!doctype html><meta charset=utf-8><body style='background:white'>"

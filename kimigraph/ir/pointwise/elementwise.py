@@ -231,7 +231,6 @@ _COMPUTED: dict[str, Compute] = {
     "sign": _sign,
 }
 _OVERLOADS = ("Tensor", "Scalar", "default", "Tensor_Scalar")
-_FLOATING = frozenset(("exp", "exp2", "log", "log2", "log1p", "sqrt", "rsqrt", "sin", "cos", "erf", "tanh"))
 
 
 def _overloads(name: str) -> list[Any]:

@@ -200,5 +200,3 @@ RULES: dict[Any, Rule] = {
     },
     **{getattr(ATEN.arange, overload): _counted for overload in ("default", "start", "start_step")},
 }
-CREATIONS = frozenset(target for target, rule in RULES.items() if rule in (_filled, _counted))
-"""Operations without tensor operands that matter: computed again wherever they are used."""

@@ -1,6 +1,5 @@
 """Rules of the operations that write a tensor from outside: whole tensors, and rows at computed places."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,8 +100,3 @@ RULES: dict[Any, Rule] = {
     ATEN.zero_.default: _filled,
     ATEN.index_put_.default: _no_value,
 }
-
-
-def strides_of(node: Node) -> Sequence[int]:
-    """The strides of the new tensor that holds a node's result."""
-    return tuple(int(step) for step in node.meta["val"].stride())

@@ -1,12 +1,13 @@
 """The first k keys of a sequence that ranks share out, exactly, with few bytes between them.
 
 Each rank scores its keys and takes its own first k: under a strict order (score descending, token ascending) the first
-k of all are among them. Of these most cannot win: a histogram over all ranks bounds the k-th score from below, and only
-candidates at or above the bound are sent, in a fixed room of 1.25 k / W a rank. Where a rank has more (ties, or winners
-that lie on few ranks) all k of every rank are sent instead. A candidate is 8 bytes: score, and token as int32.
+k of all are among them. A histogram over all ranks says which bin the k-th of all falls into, how many lie above it,
+which all win, and how many in it: these alone are contested, and sent, in a fixed room of k / 8 a rank. Where there are
+more (ties, scores far apart) up to k a rank are sent instead. So each rank finds the last winner, and which of its own
+candidates are not behind it. A candidate is 8 bytes: score, and token as int32.
 
 NaN scores as -inf, -0 as +0, as in ``lightning_indexer``; hidden keys never win. Sources: vLLM's decode context
-parallelism for the exchange; the bound and its cap are this project's.
+parallelism for the exchange; the contested bin is this project's.
 """
 
 import math
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kimigraph.ir.reference.collectives import Gather, Maximum, Rank, Sum
-from kimigraph.ir.reference.sequence_shards import SequenceShards
 
 BINS = 256
 CANDIDATE_BYTES = 8
@@ -38,26 +38,29 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """``tokens`` int32 [R, k] of the whole sequence, ascending, then -1; whether all candidates were sent."""
+    """``tokens`` int32 [R, k] of the rank's own among the first k of all, ascending, then -1.
+
+    ``contested`` [R]: candidates of all ranks in the last winner's bin; ``overflowed``: whether up to k were sent.
+    """
 
     tokens: Tensor
-    overflowed: bool
+    contested: Tensor
+    overflowed: bool = False
 
 
-def room(k: int, ways: int) -> int:
-    """Candidates that a rank sends at most: a quarter more than its even share."""
-    return min(k, math.ceil(1.25 * k / ways))
+def room(k: int) -> int:
+    """Contested candidates for which a rank has room, and all ranks together where it is to be enough."""
+    return math.ceil(k / 8)
 
 
 def bytes_a_row(k: int, ways: int) -> dict[str, int]:
     """Bytes that all ranks together put on the wire for a row: pruned, an overflow on top of it, and without pruning.
 
-    Pruned: three limits, the histogram, and the room with a line that says how many candidates there are.
+    Pruned: three limits, the histogram, and the room.
     """
-    words = 3 + BINS
     return {
-        "pruned": ways * (4 * words + CANDIDATE_BYTES * (1 + room(k, ways))),
-        "overflow": ways * CANDIDATE_BYTES * (1 + k),
+        "pruned": ways * (4 * (3 + BINS) + CANDIDATE_BYTES * room(k)),
+        "overflow": ways * CANDIDATE_BYTES * (k - room(k)),
         "unpruned": ways * CANDIDATE_BYTES * k,
     }
 
@@ -77,37 +80,29 @@ def local_candidates(scores: Tensor, visible: Tensor, tokens: Tensor, k: int) ->
 
 
 def exchange(own: Candidates, k: int, ways: int) -> Rank[Exchanged]:
-    """One rank of the exchange; every rank gets the same answer."""
+    """One rank of the exchange."""
     if ways == 1:
-        return Exchanged(_first_listed(own, k), False)
-    least = yield Maximum(_score_limits(own))
-    bins = _score_bins(own, least)
+        return Exchanged(_listed(own, own.valid), own.valid.sum(-1))
+    limits = yield Maximum(_score_limits(own))
+    bins = _score_bins(own, limits)
     counts = yield Sum(_bin_counts(bins))
-    sent = own.valid & (bins >= _least_bin(counts, k).unsqueeze(-1))
-    gathered = yield Gather(_packed_candidates(own, sent, room(k, ways)))
-    overflowed = bool((gathered[..., 0, 0] > room(k, ways)).any())
-    if overflowed:
-        gathered = yield Gather(_packed_candidates(own, own.valid, k))
-    return Exchanged(_first_listed(_unpacked_candidates(gathered), k), overflowed)
+    last, above, contested = (number.unsqueeze(-1) for number in _last_bin(counts, k))
+    disputed = (bins >= 0) & (bins == last)
+    overflowed = bool((contested > room(k)).logical_and(above + contested > k).any())
+    gathered = yield Gather(_packed_candidates(own, disputed, k if overflowed else room(k)))
+    before = _not_behind(own, _unpacked_candidates(gathered), k - above)
+    all_win = above + contested <= k  # and the room may be too small for them
+    wins = (bins > last) | (disputed & (before | all_win))
+    return Exchanged(_listed(own, wins), contested.squeeze(-1), overflowed)
 
 
 def exchange_all(own: Candidates, k: int, ways: int) -> Rank[Exchanged]:
-    """The same without a bound: each rank sends its first k."""
-    if ways == 1:
-        return Exchanged(_first_listed(own, k), False)
-    gathered = yield Gather(_packed_candidates(own, own.valid, k)[..., 1:, :])
-    return Exchanged(_first_listed(_unpacked_candidates(gathered, 0), k), False)
-
-
-def owned(tokens: Tensor, shards: SequenceShards, rank: int) -> Tensor:
-    """Of picks [R, k] those that ``rank`` holds, as its own places int32, ascending at the front, then -1."""
-    places = torch.where((tokens >= 0) & (shards.owner(tokens) == rank), shards.local(tokens), _largest(tokens))
-    places = places.sort(dim=-1).values
-    return torch.where(places == _largest(tokens), _NO_TOKEN, places).to(torch.int32)
-
-
-def _largest(tokens: Tensor) -> int:
-    return torch.iinfo(tokens.dtype).max
+    """The same without a histogram: each rank sends its first k."""
+    found = own
+    if ways > 1:
+        found = _unpacked_candidates((yield Gather(_packed_candidates(own, own.valid, k))))
+    wins = own.valid & _not_behind(own, found, torch.full_like(own.tokens[:, :1], k))
+    return Exchanged(_listed(own, wins), found.valid.sum(-1))
 
 
 def _score_limits(own: Candidates) -> Tensor:
@@ -119,14 +114,17 @@ def _score_limits(own: Candidates) -> Tensor:
 
 
 def _score_bins(own: Candidates, limits: Tensor) -> Tensor:
-    """The bin of each candidate, int64 [R, k]: higher scores in no lower bin, the same function on every rank."""
+    """The bin of each candidate, int64 [R, k]: higher scores in no lower bin, the same function on every rank.
+
+    -1 for what does not reach the k-th score of some rank, and so cannot win.
+    """
     kth, largest, least = limits.unbind(-1)
     low = torch.where(kth.isfinite(), kth, -least)
     width = (largest.double() - low.double()).clamp_min(torch.finfo(torch.float32).tiny)
     place = (own.scores.double() - low.unsqueeze(-1).double()) * (BINS / width).unsqueeze(-1)
     place = torch.where(own.scores == math.inf, BINS - 1.0, place)
     place = torch.where(own.valid & place.isfinite(), place, 0.0).clamp(0, BINS - 1)
-    return torch.where(own.valid, place.long(), _NO_TOKEN)
+    return torch.where(own.valid & (own.scores >= kth.unsqueeze(-1)), place.long(), -1)
 
 
 def _bin_counts(bins: Tensor) -> Tensor:
@@ -134,36 +132,42 @@ def _bin_counts(bins: Tensor) -> Tensor:
     return counts.scatter_add_(1, bins.clamp_min(0), (bins >= 0).to(torch.int32))
 
 
-def _least_bin(counts: Tensor, k: int) -> Tensor:
-    """The highest bin with k keys in it and above, 0 where there are fewer in all: [R]."""
+def _last_bin(counts: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The highest bin with k keys in it and above, -1 where there are fewer in all; how many are above, and in it."""
     above = counts.flip(-1).cumsum(-1).flip(-1)
-    return (above >= k).sum(-1).sub(1).clamp_min(0)
+    last = (above >= k).sum(-1) - 1
+    higher = torch.where(above < k, above, 0).amax(-1)
+    inside = counts.gather(-1, last.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return last, higher, torch.where(last < 0, 0, inside)
 
 
 def _packed_candidates(own: Candidates, sent: Tensor, size: int) -> Tensor:
-    """Up to ``size`` of the sent ones as int32 [R, 1 + size, 2]: how many there are, then scores' bits and tokens."""
+    """The first ``size`` of those ``sent``, as int32 [R, size, 2]: scores' bits and tokens, -1 behind the last."""
     order = (~sent).int().argsort(dim=-1, stable=True)[:, :size]
-    shown = sent.gather(-1, order)
-    scores = torch.where(shown, own.scores.gather(-1, order), -math.inf).view(torch.int32)
-    tokens = torch.where(shown, own.tokens.gather(-1, order), _NO_TOKEN)
-    lines = torch.nn.functional.pad(torch.stack([scores, tokens], dim=-1), (0, 0, 0, size - order.shape[-1]), value=-1)
-    head = torch.stack([sent.sum(-1), torch.zeros_like(sent.sum(-1))], dim=-1).to(torch.int32)
-    return torch.cat([head.unsqueeze(1), lines], dim=1)
+    scores, tokens = own.scores.gather(-1, order).view(torch.int32), own.tokens.gather(-1, order)
+    lines = torch.where(sent.gather(-1, order).unsqueeze(-1), torch.stack([scores, tokens], dim=-1), _NO_TOKEN)
+    return torch.nn.functional.pad(lines, (0, 0, 0, size - order.shape[-1]), value=_NO_TOKEN)
 
 
-def _unpacked_candidates(gathered: Tensor, head: int = 1) -> Candidates:
-    """Candidates of all ranks side by side, from [W, R, head + size, 2]."""
-    lines = gathered[:, :, head:].transpose(0, 1).flatten(1, 2)
+def _unpacked_candidates(gathered: Tensor) -> Candidates:
+    """Candidates of all ranks side by side, from [W, R, size, 2]."""
+    lines = gathered.transpose(0, 1).flatten(1, 2)
     return Candidates(lines[..., 0].contiguous().view(torch.float32), lines[..., 1].contiguous())
 
 
-def _first_listed(found: Candidates, k: int) -> Tensor:
-    """The first k under (score descending, token ascending), listed ascending, behind the last -1."""
-    order = torch.where(found.valid, found.tokens, _largest(found.tokens)).argsort(dim=-1, stable=True)
-    scores, valid = found.scores.gather(-1, order), found.valid.gather(-1, order)
-    by_score = scores.argsort(dim=-1, descending=True, stable=True)
-    by_score = by_score.gather(-1, (~valid).gather(-1, by_score).int().argsort(dim=-1, stable=True))[:, :k]
-    picked = found.tokens.gather(-1, order.gather(-1, by_score))
-    picked = torch.where(picked < 0, _largest(picked), picked).sort(dim=-1).values
-    listed = torch.where(picked == _largest(picked), _NO_TOKEN, picked)
-    return torch.nn.functional.pad(listed, (0, k - listed.shape[-1]), value=_NO_TOKEN)
+def _not_behind(own: Candidates, found: Candidates, wanted: Tensor) -> Tensor:
+    """Which of the rank's candidates are not behind the ``wanted``-th [R, 1] of those found, or behind the last one."""
+    tokens = torch.where(found.valid, found.tokens, torch.iinfo(torch.int32).max)
+    scores = torch.where(found.valid, found.scores, -math.inf)
+    order = tokens.argsort(dim=-1, stable=True)
+    order = order.gather(-1, scores.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    cut = order.gather(-1, (wanted.long() - 1).clamp(0, order.shape[-1] - 1))
+    score, token = scores.gather(-1, cut), tokens.gather(-1, cut)
+    return (own.scores > score) | ((own.scores == score) & (own.tokens <= token))
+
+
+def _listed(own: Candidates, wins: Tensor) -> Tensor:
+    """The tokens that win, ascending, then -1."""
+    none = torch.iinfo(torch.int32).max
+    tokens = torch.where(wins, own.tokens, none).sort(dim=-1).values
+    return torch.where(tokens == none, _NO_TOKEN, tokens)

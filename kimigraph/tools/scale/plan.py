@@ -9,6 +9,7 @@ from typing import Any
 from kimigraph.ir.cost import Work
 from kimigraph.ir.device import Device, target_device
 from kimigraph.ir.mesh import DeviceMesh
+from kimigraph.ir.reference.index_exchange import bytes_a_row
 from kimigraph.tools.scale.model import BF16, Sizes
 
 NODE = 8
@@ -111,7 +112,8 @@ def estimate(sizes: Sizes, cluster: Cluster, mesh: DeviceMesh, ep: int, load: Lo
         crossed["pp"] = blocks
         seconds += (mesh.pp - 1) * cluster.link(2 * NODE if mesh.tp * mesh.pp > NODE else 2).move(blocks)
     if mesh.sp > 1:
-        crossed["sp"] = sizes.sparse * n * (8 * sizes.picks * 1.25 / mesh.sp + 1048 + sizes.heads / mesh.tp * 1028)
+        told = bytes_a_row(sizes.picks, 1)["pruned"]
+        crossed["sp"] = sizes.sparse * n * (told + sizes.heads / mesh.tp * 1028)
         seconds += sizes.sparse * 4 * link.move(crossed["sp"] / sizes.sparse / 4)
     return Estimate(mesh, ep, load, memory, work.seconds(cluster.device), seconds, crossed)
 

@@ -18,7 +18,6 @@ from kimigraph.ir.config import CompileConfig
 from kimigraph.ir.lock_step import run_ranks
 from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.program import CapturedProgram
-from kimigraph.ir.reference.index_exchange import owned
 from kimigraph.ir.reference.sequence_shards import SequenceShards
 from kimigraph.ir.script import make_inputs
 from kimigraph.ir.verifier import verify
@@ -124,7 +123,11 @@ def picks_of(program: CapturedProgram, **given: torch.Tensor) -> torch.Tensor:
     if mesh is None:
         return found[0][0]
     shards = SequenceShards(mesh["sp"], cast("int", node.kwargs["run"]))
-    for rank, ((own, listed),) in enumerate(found):
-        assert torch.equal(listed, found[0][0][1])
-        assert torch.equal(own, owned(listed.flatten(0, 1), shards, rank).reshape(own.shape))
-    return found[0][0][1]
+    behind = torch.iinfo(torch.int32).max
+    every: list[torch.Tensor] = []
+    for rank, (own,) in enumerate(found):
+        kept = own >= 0
+        assert (kept[..., :-1] >= kept[..., 1:]).all() and (own[..., :-1] < own[..., 1:])[kept[..., 1:]].all()
+        every.append(torch.where(kept, shards.tokens(own, rank), behind))
+    listed = torch.cat(every, -1).sort(-1).values[..., : found[0][0].shape[-1]]
+    return torch.where(listed == behind, -1, listed)
