@@ -65,7 +65,7 @@ def graph_of(step: Step) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 def microseconds(graph: torch.cuda.CUDAGraph | Calls, together: bool, replays: int = REPLAYS) -> float:
     """Of one replay, median. Replays in a row spread the skew of the ranks' starts; the longer of the ranks counts."""
-    replays, in_a_row = (9, 1) if isinstance(graph, Calls) else (replays, IN_A_ROW)
+    replays, in_a_row = (21, 1) if isinstance(graph, Calls) else (replays, IN_A_ROW)
     times: list[float] = []
     for _ in range(replays + 2):
         if together:

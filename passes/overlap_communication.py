@@ -45,7 +45,7 @@ class OverlapCommunication(Pass):
     Options: ``split``, whether sums are made in parts: off, since a prompt of 8,192 tokens then took 20.7 ms for 17.6
     on two H200s (bench/results/overlap.json); ``latency-us`` and ``rate``, what a collective of the library takes at
     least and gigabytes a second of the links between ranks, as measured on two H200s; ``least-gain-us``, what a sum in
-    parts must save.
+    parts must save, and work that is moved must take.
     """
 
     name: ClassVar[str] = "overlap-communication"
@@ -127,7 +127,7 @@ class OverlapCommunication(Pass):
         if lacking <= 0:
             return taken, ()
         moved, seconds = independent_work(pair, dependences, context.device, lacking)
-        if not seconds or not context.allow(f"work beside {pair.start.name}"):
+        if seconds * 1e6 < self.least_gain_us or not context.allow(f"work beside {pair.start.name}"):
             return taken, ()
         for node in moved:
             pair.wait.prepend(node)

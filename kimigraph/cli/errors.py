@@ -28,7 +28,10 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return command(*args, **kwargs)
+            result = command(*args, **kwargs)
+            if env.started_ranks():
+                _leave_ranks()
+            return result
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
@@ -45,6 +48,15 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
             fail(f"error: {_describe(error)}", 1)
 
     return wrapped
+
+
+def _leave_ranks() -> None:
+    """End groups over Gloo, whose threads abort a process that ends before them. Those of NCCL go with the process:
+    CUDA graphs may still hold their communicators. A rank that failed does not wait for its groups."""
+    if "kimigraph.ir.ranks" in sys.modules:
+        from kimigraph.ir import ranks
+
+        ranks.leave("gloo")
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -98,8 +98,10 @@ def whole_of(part: torch.Tensor, ways: int, step: int = 1) -> list[torch.Tensor]
     return parts[: ways * step : step]
 
 
-def leave() -> None:
-    """End the group; collectives that are under way end first."""
+def leave(backend: str = "") -> None:
+    """End the groups, of that backend alone if one is named; collectives that are under way end first."""
+    if backend and not (dist.is_initialized() and dist.get_backend() == backend):
+        return
     memory = sys.modules.get("torch.distributed._symmetric_memory")
     if memory is not None and vars(memory).pop("kimigraph_rooms", None):  # of kernels that exchange words
         torch.cuda.synchronize()

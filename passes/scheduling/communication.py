@@ -1,6 +1,6 @@
 """Work that goes on while ranks communicate: what could run meanwhile, and sums in parts behind a product in parts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -103,7 +103,17 @@ def independent_work(
             chosen[node] = None
             seconds += work_of(node).seconds(device)
         node = node.next
-    return list(chosen), seconds
+    return _at_work(chosen), seconds
+
+
+def _at_work(chosen: Mapping[Node, None]) -> list[Node]:
+    """Those that start work, and what these need: views alone hide nothing, and the host would come later to the work
+    behind them."""
+    kept = set[Node]()
+    for node in reversed(chosen):
+        if starts_work(node) or not kept.isdisjoint(node.users):
+            kept.add(node)
+    return [node for node in chosen if node in kept]
 
 
 @dataclass(frozen=True)

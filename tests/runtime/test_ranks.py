@@ -183,6 +183,7 @@ except (SystemExit, Exception) as error:
 EXCHANGING = """
 import torch
 from kimigraph.ir.mesh import DeviceMesh
+from kimigraph.ir.ranks import leave
 from kimigraph.runtime.parallel import join_ranks
 from kimigraph.ir.reference.collectives import over_group
 from kimigraph.ir.reference.index_exchange import exchange, local_candidates
@@ -199,6 +200,7 @@ for k in (1, 8, 64):
         best = sorted(sorted(range(300), key=lambda token: (-scores[0, token].item(), token))[:k])
         best = [token for token in best if shards.owner(token) == rank]
         assert found[0].tolist() == best + [-1] * (k - len(best)), (rank, k, found[0], best)
+leave()
 """
 LAUNCHING = """
 import sys
