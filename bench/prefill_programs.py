@@ -1,7 +1,7 @@
 """Programs of a prompt of Kimi K3.1 at width as generation takes it, for one GPU and for two.
 
     PYTHONPATH=. python bench/prefill_programs.py --tokens 65536 --programs programs
-    PYTHONPATH=. python bench/prefill_programs.py --tokens 65536 --programs programs --disable-pass overlap-communication
+    PYTHONPATH=. python bench/prefill_programs.py --programs programs --disable-pass overlap-communication
     PYTHONPATH=. torchrun --nproc-per-node 2 bench/tp_step.py --form sp2 --programs programs --names p65536 --out FILE
 
 They give the logits of the last token; ``tp2`` shares out heads and widths, ``sp2`` the tokens. Names of those without

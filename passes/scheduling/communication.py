@@ -1,6 +1,6 @@
 """Work that goes on while ranks communicate: what could run meanwhile, and sums in parts behind a product in parts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -106,7 +106,7 @@ def independent_work(
     return _at_work(chosen), seconds
 
 
-def _at_work(chosen: Mapping[Node, None]) -> list[Node]:
+def _at_work(chosen: dict[Node, None]) -> list[Node]:
     """Those that start work, and what these need: views alone hide nothing, and the host would come later to the work
     behind them."""
     kept = set[Node]()
