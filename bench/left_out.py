@@ -45,6 +45,7 @@ class _Kept(TorchDispatchMode):
         super().__init__()
         self._results: list[Any] = []
         self._next: int | None = None
+        self._within = False
 
     def again(self) -> "_Kept":
         """This, from the first collective on, giving what there is."""
@@ -65,8 +66,12 @@ class _Kept(TorchDispatchMode):
         return self._kept(lambda: wait(func(*args, **(kwargs or {}))))
 
     def _kept(self, run: Callable[[], Any]) -> Any:
+        if self._within:  # a launch that leaves the collective to the library
+            return run()
         if self._next is None:
+            self._within = True
             found = run()
+            self._within = False
             self._results.append(tree_map(torch.clone, found))
             return found
         self._next += 1

@@ -24,7 +24,7 @@ from kimigraph.run import seeded
 from kimigraph.runtime.executor import Executor, device_of
 from kimigraph.runtime.generation import BoundStep, Step
 from kimigraph.runtime.generation.stage_step import PipelinedStep, pipelined_step
-from kimigraph.runtime.graphs import GraphMode, graph_mode
+from kimigraph.runtime.graphs import graph_mode
 from kimigraph.runtime.parallel import first_then_others, join_ranks
 from kimigraph.runtime.parallel.stage_links import GroupLinks
 from kimigraph.runtime.parallel.stages import require_agreement, stage_number
@@ -32,6 +32,10 @@ from kimigraph.runtime.prepared import PreparedWeights
 from kimigraph.runtime.speculation import ReplayLog, StateShape, Verify
 from kimigraph.session import resolve_target
 from kimigraph.weights import Watch, drawn_weight, layout_of, read_weights
+
+FORMS = 4
+"""Of a batch: its step, that which verifies drafts, that of a layer which makes them; and pieces of prompts. There are
+as many graphs for each as a compiled model keeps."""
 
 
 class StepPrograms:
@@ -51,7 +55,8 @@ class StepPrograms:
         self._links = GroupLinks() if config.pp > 1 else None
         self.reports: dict[tuple[int, int], CompileReport] = {}
         self.notify, self._watch = notify, watch
-        self.graphs = graph_mode(self.target, config.max_graphs, reuse_outputs=True) if config.cuda_graph else None
+        most = FORMS * config.max_graphs
+        self.graphs = graph_mode(self.target, most, reuse_outputs=True) if config.cuda_graph else None
         self._weights = dict[str, Tensor]()
         self._prepared = PreparedWeights(self._weights)
         self._executors: dict[tuple[int, int], Executor] = {}
@@ -151,19 +156,9 @@ class StepPrograms:
             self.notify("binding weights")
             self._bring(manifest, model)
             self._executors[key] = Executor(directory, self._weights, self._prepared)
-            if self.graphs is not None:
-                self._in_graph_mode(self.graphs, key)
+            if self.graphs is not None:  # what cannot be captured of pieces is called, as it is without a graph
+                self.graphs.adopt(self._executors[key], optional=tokens > 1 and self._phase is None)
         return self._executors[key]
-
-    def _in_graph_mode(self, graphs: GraphMode, key: tuple[int, int]) -> None:
-        """Replay the steps of that program; a piece of a prompt for which the host must wait is called instead."""
-        executor, piece = self._executors[key], key[1] > 1 and self._phase is None
-        waits = executor.manifest.uncapturable if piece else {}
-        if waits:
-            named = ", ".join(f"{node} ({why})" for node, why in waits.items())
-            self.notify(f"pieces of {key[1]} tokens run without a CUDA graph: {named}")
-        else:
-            graphs.adopt(executor)
 
     def _compiled(self, model: ModelSource, config: CompileConfig, directory: Path) -> tuple[CompileReport, Manifest]:
         """The program in ``directory``. Of several ranks the first compiles, and the others take it from the cache."""

@@ -2,7 +2,8 @@
 
 A late query sees more keys than an early one, so of W stretches the last has (2 W - 1) / W of the mean to score. Each
 rank cuts its stretch into W pieces and gives one to every rank, those of every second stretch in reverse: together the
-pieces of a rank see as many keys as those of any other. Queries and head weights cross, and picks come back.
+pieces of a rank see as many keys as those of any other, or nearly so where W is odd. Queries and head weights cross,
+and picks come back.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class BalanceIndexer(Pass):
     always: bool = False
 
     name: ClassVar[str] = "balance-indexer"
-    summary: ClassVar[str] = "sp ranks of a prefill exchange queries, so that all have as many keys to score"
+    summary: ClassVar[str] = "sp ranks of a prefill exchange queries, so that all have about as many keys to score"
     level: ClassVar[int] = 2
     pattern: ClassVar[str] = "`lightning_indexer` over the queries of a stretch"
     constraints: ClassVar[tuple[str, ...]] = (
@@ -59,6 +60,8 @@ class BalanceIndexer(Pass):
             if not node.meta.get(STRETCH):
                 continue
             refused = _refused(node, ways) or ("" if self.always else _dear(node, ways, context))
+            if not refused and not context.allow(f"the queries of {node.name}"):
+                continue
             if not refused:
                 moved += _bytes(node) * (ways - 1) // ways
                 _balance(node, ways)
@@ -90,8 +93,9 @@ def _refused(indexer: Node, ways: int) -> str:
 def _dear(indexer: Node, ways: int, context: PassContext) -> str:
     """How much longer the crossing takes than what it saves; empty where it is shorter."""
     tokens, keys = shape(argument(indexer, "q"))[1], shape(argument(indexer, "keys"))[1]
-    above_mean = tokens * (ways - 1) / 2 / max(keys, 1)
-    saved = work_of(indexer).seconds(context.device) * above_mean
+    last, most = _loads(ways)
+    saved = work_of(indexer).seconds(context.device) * (last - most) * tokens / (ways**2 * max(keys, 1))
+    saved /= context.config.tp  # of its pieces tp ranks do a part each, but all of them exchange all queries
     links = Links(LATENCY_US * 1e-6, RATE * 1e9)
     crossing = 3 * links.latency + _bytes(indexer) * (ways - 1) / ways / links.rate
     copying = 4 * _bytes(indexer) / context.device.bytes_per_second  # put in order on both sides, read and written
@@ -106,8 +110,18 @@ def _bytes(indexer: Node) -> int:
 
 
 def _gain(ways: int) -> float:
-    """Keys that the last stretch sees, of those of a mean one."""
-    return (2 * ways - 1) / ways
+    """Keys that the queries of the last stretch see, of those that the queries of a rank see then."""
+    last, most = _loads(ways)
+    return last / most
+
+
+def _loads(ways: int) -> tuple[float, float]:
+    """Keys that a stretch of W pieces sees, the last one's, and the pieces of a rank, the most; in a piece's keys."""
+    ranks = [
+        sum(stretch * ways + (ways - 1 - rank if stretch % 2 else rank) + 0.5 for stretch in range(ways))
+        for rank in range(ways)
+    ]
+    return sum((ways - 1) * ways + piece + 0.5 for piece in range(ways)), max(ranks)
 
 
 def _balance(indexer: Node, ways: int) -> None:

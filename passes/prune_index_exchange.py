@@ -40,7 +40,7 @@ SCORED_BY = ("scale", "q_scales", "quantises_q", "block_table", "descriptor")
 class PruneIndexExchange(Pass):
     """Shares out the caches of a program among the ``sp`` ranks of the compilation; with one it does nothing.
 
-    Candidates are pruned where bound and histogram take fewer bytes than they save, or ``always``.
+    Candidates are pruned where limits and histogram take fewer bytes than they save, or ``always``.
 
     CompileError for a cache that anything but its operators touches, UsageError for one of which ranks cannot have
     equal shares.
@@ -160,7 +160,6 @@ class _Work:
         pruned = self.always or each["pruned"] < each["unpruned"]
         attributes = {"k": k, "ways": ways, "run": places.run, "group": SP_GROUP, "pruned": pruned}
         found = call(graph, EXCHANGE, (scores, own), attributes, like=indexer, before=indexer)
-        found.meta.update({key: indexer.meta[key] for key in ("selects", "via") if key in indexer.meta})
         self.exchanges.append((found, indexer.name))
         return found
 
@@ -219,7 +218,7 @@ def _result(name: str, work: _Work) -> PassResult:
                 f"keys share the last pick's bin than a rank has room for, {sent['overflow']:,} on top"
             )
         else:
-            told += f"; these are all picks, as bound and histogram would make it {sent['pruned']:,}"
+            told += f"; these are all picks, as limits and histogram would make it {sent['pruned']:,}"
         source, module = source_line(found) or "", module_path(found)
         remarks.append(Remark("passed", name, told, found.name, source, (indexer, found.name), module=module))
         sums = {key: sums[key] + more for key, more in sent.items()}

@@ -49,7 +49,8 @@ class ShareIndexerRows(Pass):
     level: ClassVar[int] = 2
     pattern: ClassVar[str] = "`lightning_indexer` of which all operands are replicated"
     constraints: ClassVar[tuple[str, ...]] = (
-        "`--tp` is more than 1 and divides the batch; or twice as many divide the queries, which see a length, no mask",
+        "`--tp` is more than 1 and divides the batch; or twice `--tp` divides the queries, what a query sees is a "
+        "length, not a mask, and queries are not bytes",
         "the part of its time that is saved is more than a gather takes, under the cost model",
     )
     effect: ClassVar[str] = "the indexer on a rank's rows (`own_rows`), and a gather of its picks"
@@ -61,15 +62,13 @@ class ShareIndexerRows(Pass):
             return PassResult(False)
         graph, remarks = program.graph_module.graph, list[Remark]()
         for node in graph.find_nodes(op="call_function", target=OPERATORS["lightning_indexer"].overload):
-            share, saved = _way(node, ways), work_of(node).seconds(context.device) * (1 - 1 / ways) * 1e6
+            share, refused = _way(node, ways)
+            saved = work_of(node).seconds(context.device) * (1 - 1 / ways) * 1e6
             taken = self.least_saved_us + node.meta["val"].nbytes * (ways - 1) / ways / RATE * 1e-3
             told = f"{saved:.1f} us of it are saved, of {taken:.1f} us that a gather takes"
-            if share is None:
-                told = f"{ways} ranks divide neither its {shape(node)[0]} sequences nor its {shape(node)[1]} queries"
-                remarks.append(self._remark("missed", node, told))
-            elif saved < taken:
-                remarks.append(self._remark("missed", node, told))
-            else:
+            if refused or saved < taken:
+                remarks.append(self._remark("missed", node, refused or told))
+            elif context.allow(f"the rows of {node.name}"):
                 share(node, ways)
                 remarks.append(self._remark("passed", node, told))
         count = sum(remark.kind == "passed" for remark in remarks)
@@ -85,13 +84,19 @@ class ShareIndexerRows(Pass):
         )
 
 
-def _way(node: Node, ways: int) -> Callable[[Node, int], None] | None:
-    """How ranks share out the rows of an indexer; None where they cannot."""
+def _way(node: Node, ways: int) -> tuple[Callable[[Node, int], None], str]:
+    """How ranks share out the rows of an indexer, and why they cannot; empty where they can."""
     batch, tokens, _ = shape(node)
     if batch % ways == 0:
-        return _share_sequences
-    told = argument(node, "lengths") is not None and argument(node, "mask") is None
-    return _share_queries if told and argument(node, "q_scales") is None and tokens % (2 * ways) == 0 else None
+        return _share_sequences, ""
+    refused = ""
+    if tokens % (2 * ways):
+        refused = f", nor {2 * ways} pieces {tokens} queries"
+    elif argument(node, "lengths") is None or argument(node, "mask") is not None:
+        refused = ", and what its queries see is not told by a length"
+    elif argument(node, "q_scales") is not None:
+        refused = ", and its queries are bytes"
+    return _share_queries, f"{ways} ranks do not divide {batch} sequences{refused}" if refused else ""
 
 
 def _share_sequences(node: Node, ways: int) -> None:
@@ -117,34 +122,27 @@ def _share_queries(node: Node, ways: int) -> None:
     before that, and so on."""
     ranks, (batch, tokens, picks) = Stretches(node, ways, TP_GROUP), shape(node)
     size, lengths = tokens // (2 * ways), argument(node, "lengths")
-    counted: dict[str, Any] = {"dtype": dtype(lengths), "device": node.meta["val"].device}
-    firsts = ranks.make(ATEN.arange.start_step, 0, tokens, size, **counted)
+    counted: dict[str, Any] = {"dtype": torch.int64, "device": node.meta["val"].device}
+    first = ranks.own(ranks.make(ATEN.arange.default, ways, **counted), 0)
     rest = {name: value for name, value in node.kwargs.items() if name not in ("lengths", "mask")}
     found: list[Node] = []
-    for late in (False, True):
-        q, weights = (_own_piece(ranks, argument(node, name), late) for name in ("q", "weights"))
-        begin = ranks.make(ATEN.add.Tensor, lengths, ranks.own(_half(ranks, firsts, late), 0))
+    for number in (first, ranks.make(ATEN.rsub.Scalar, first, 2 * ways - 1)):
+        q, weights = (_piece(ranks, argument(node, name), number) for name in ("q", "weights"))
+        begin = ranks.make(ATEN._to_copy.default, ranks.make(ATEN.mul.Tensor, number, size), dtype=dtype(lengths))
+        begin = ranks.make(ATEN.add.Tensor, lengths, begin)
         piece = ranks.make(node.target, q, argument(node, "keys"), weights, begin, None, **rest)
         piece.meta["replaces"] = (node.name,)
         found.append(piece)
     whole = ranks.all(ranks.make(ATEN.stack.default, found, 0))
-    early, late_ones = (ranks.make(ATEN.select.int, whole, 1, place) for place in (0, 1))
-    pieces = ranks.make(ATEN.cat.default, [early, ranks.make(ATEN.flip.default, late_ones, [0])], 0)
+    early, late = (ranks.make(ATEN.select.int, whole, 1, place) for place in (0, 1))
+    pieces = ranks.make(ATEN.cat.default, [early, ranks.make(ATEN.flip.default, late, [0])], 0)
     turned = ranks.make(ATEN.permute.default, pieces, [1, 0, 2, 3])
     replace(node, ranks.make(ATEN.reshape.default, turned, [batch, tokens, picks]))
     node.graph.erase_node(node)
 
 
-def _own_piece(ranks: Stretches, value: Node, late: bool) -> Node:
-    """The rank's early or late piece of [B, S, ...]: [B, S / 2 W, ...]."""
+def _piece(ranks: Stretches, value: Node, number: Node) -> Node:
+    """One of the pieces of [B, S, ...]: [B, S / 2 W, ...]."""
     batch, tokens, *rest = shape(value)
     parts = ranks.make(ATEN.reshape.default, value, [batch, 2 * ranks.ways, tokens // (2 * ranks.ways), *rest])
-    turned = ranks.make(ATEN.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
-    return ranks.number(ranks.own(_half(ranks, turned, late), 0), 0)
-
-
-def _half(ranks: Stretches, pieces: Node, late: bool) -> Node:
-    """The early or late half of what is listed by piece, the late one from the end."""
-    ways = ranks.ways
-    half = ranks.make(ATEN.slice.Tensor, pieces, 0, ways * late, ways * (1 + late))
-    return ranks.make(ATEN.flip.default, half, [0]) if late else half
+    return ranks.make(ATEN.squeeze.dim, ranks.make(ATEN.index_select.default, parts, 1, number), 1)

@@ -2,8 +2,7 @@
 
 ``all_reduce``, ``all_gather_into_tensor`` and ``all_to_all_single`` begin a collective, on a stream of the library's
 own; ``wait_tensor`` lets the current stream wait for it. Operators that communicate within (``exchange_picks``) are
-done when they return.
-``meta["collective"]`` numbers them in the order in which all ranks begin them.
+done when they return. ``meta["collective"]`` numbers them in the order in which all ranks begin them.
 """
 
 from dataclasses import dataclass
@@ -34,6 +33,11 @@ def is_wait(node: Node) -> bool:
 def is_start(node: Node) -> bool:
     """Whether the node begins a collective that another node waits for."""
     return bool(_name(node)) and not is_wait(node)
+
+
+def reads_until_wait(node: Node) -> bool:
+    """Whether a collective reads its input where it lies until its wait; what is summed is copied first."""
+    return _name(node) in ("all_gather_into_tensor", "all_to_all_single")
 
 
 def is_collective(node: Node) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from kimigraph.ir.collectives import reads_until_wait
 from kimigraph.ir.dependences import starts_work
 from kimigraph.ir.launch_memory import outside, scratch_of
 from kimigraph.ir.overlap import heaviest_set
@@ -207,7 +208,7 @@ def _keeps(node: Node) -> str:
     unknown = node.op == "call_method" or (
         node.op == "call_function" and not isinstance(node.target, OpOverload) and not is_plain_function(node.target)
     )
-    if any(name in str(node.target) for name in ("all_gather_into_tensor", "all_to_all_single")):
+    if reads_until_wait(node):
         return f"{node.name} reads it while other work goes on, until its wait"
     return f"{node.name} is no operator with a schema, and may keep it" if unknown else ""
 

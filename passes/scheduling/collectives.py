@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from torch.fx import Graph, Node
 
-from kimigraph.ir.collectives import NUMBER, collectives, is_start, is_wait
+from kimigraph.ir.collectives import NUMBER, collectives, is_start, is_wait, reads_until_wait
 from kimigraph.ir.purity import mutated_arguments, storage_root
 from kimigraph.ir.schedule import HappensBefore, buffer_of, stream_of
 from kimigraph.passes.scheduling.races import Violation
@@ -58,8 +58,8 @@ def _unwaited(node: Node) -> Iterator[Violation]:
 def _written_meanwhile(
     start: Node, writes: list[tuple[Node, Node]], order: HappensBefore, known: dict[Node, Node]
 ) -> Iterator[Violation]:
-    """What is gathered is read where it lies until the wait; what is summed is copied first."""
-    if "all_gather" not in str(start.target):
+    """What is read where it lies until the wait must neither be written before it nor lie in the arena."""
+    if not reads_until_wait(start):
         return
     waits = [user for user in start.users if is_wait(user)]
     roots = {storage_root(item, known) for item in start.all_input_nodes}

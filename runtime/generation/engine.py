@@ -233,6 +233,8 @@ class Engine:
             request = self._reading
             assert request is not None
             size = self.pieces(request.pending)[0]
+            if size > budget and budget < self._budget:  # it would be more than that in this step
+                break
             step = self._programs.step(1, size, self.slots.staging)
             piece = list(request.prompt[request.written : request.written + size])
             logits = step([piece], [request.written])

@@ -9,7 +9,7 @@ from kimigraph.ir.config import MAX_GRAPHS
 from kimigraph.ir.errors import UsageError
 from kimigraph.runtime.executor import Executor, device_of, require_runnable
 from kimigraph.runtime.graphs.program import ProgramGraphs
-from kimigraph.runtime.graphs.refusal import refuse_listed
+from kimigraph.runtime.graphs.refusal import GraphCaptureError, refuse_listed
 from kimigraph.runtime.graphs.shelf import GraphDevice, Shelf
 
 
@@ -42,13 +42,20 @@ class GraphMode:
         """What was captured, and why again; the latest hundred are kept."""
         return tuple(self._shelf.remarks)
 
-    def adopt(self, executor: Executor) -> None:
+    def adopt(self, executor: Executor, optional: bool = False) -> None:
         """Run the executor's steps as graphs from now on.
 
         UsageError where another graph mode does so, GraphCaptureError where the program has a node that no graph holds.
+        ``optional``: such a program runs without a graph, as it would outside graph mode, after a GraphModeWarning.
         """
-        refuse_listed(executor.manifest)
-        executor.take_steps(ProgramGraphs(executor, self._shelf))
+        try:
+            refuse_listed(executor.manifest)
+        except GraphCaptureError as error:
+            if not optional:
+                raise
+            self._shelf.warn(f"{error}. Its steps run without a graph")
+        else:
+            executor.take_steps(ProgramGraphs(executor, self._shelf, optional))
 
     def capture(self, executor: Executor, tensors: Sequence[torch.Tensor]) -> None:
         """Capture the executor's step on the caller's ``tensors`` now; none of them changes.

@@ -34,8 +34,8 @@ class ProgramGraphs:
     Tensors are in place, known by their addresses (caches, states, weights), or copied into ``buffers`` (the rest).
     """
 
-    def __init__(self, executor: Executor, shelf: Shelf) -> None:
-        self.manifest = executor.manifest
+    def __init__(self, executor: Executor, shelf: Shelf, optional: bool = False) -> None:
+        self.manifest, self._optional = executor.manifest, optional
         self._step, self._shelf, self._device = executor.step, shelf, executor.device
         specs = list(enumerate(self.manifest.inputs))
         self._copied = [place for place, spec in specs if spec.kind == "input" and not spec.mutated]
@@ -50,6 +50,8 @@ class ProgramGraphs:
     @torch.no_grad()
     def __call__(self, arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """One step."""
+        if self._optional and self._refusal is not None:
+            return self._step(*arguments)
         self._refuse_nested()
         with self._shelf.device.turn:
             addresses = self._addresses(arguments)
@@ -57,7 +59,13 @@ class ProgramGraphs:
             if captured is None:
                 if addresses not in self._seen:
                     return self._first(arguments, addresses)
-                captured = self._capture(arguments, addresses)
+                try:
+                    captured = self._capture(arguments, addresses)
+                except GraphCaptureError as error:
+                    if not self._optional:
+                        raise
+                    self._shelf.warn(f"{error}. Its steps run without a graph")
+                    return self._step(*arguments)
             self._bare = 0
             return self._replay(captured, arguments, addresses)
 

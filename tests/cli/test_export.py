@@ -141,7 +141,13 @@ def test_an_interrupted_export_leaves_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "a.onnx").write_bytes(b"old")
     command = [sys.executable, "-m", "kimigraph", "export", "onnx", "onnx_sources:slow", "--out", "a.onnx"]
     path = os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     assert process.stderr is not None and process.stderr.readline() == "started\n"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)

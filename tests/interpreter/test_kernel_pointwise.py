@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kimigraph.codegen.pointwise import build_nodes, build_region
 from kimigraph.codegen.pointwise.tiles import Tiles
 from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.errors import CompileError
 from kimigraph.ir.program import CapturedProgram, InputSpec, OutputSpec
 from kimigraph.ir.purity import mutated_arguments, storage_root
 from kimigraph.passes import PassContext, Pipeline, run_pipeline
@@ -134,7 +135,8 @@ def signed_zeros(x: Tensor) -> tuple[Tensor, ...]:
 
 def divided(x: Tensor) -> tuple[Tensor, ...]:
     """Rounded down, also below 0; what is left is never negative."""
-    return x // 64, x % 64, torch.div(x, 7, rounding_mode="floor"), x % 7, (x // 128) * 64 + x % 64, x.remainder(1) + x
+    quotients = x // 64, torch.div(x, 7, rounding_mode="floor"), x // 3, x // 1
+    return *quotients, x % 64, x % 7, x.remainder(1) + x, (x // 32) * 4 + x % 4
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -168,11 +170,9 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]]]] = {
         lambda x: torch.where(x > 0.1, x, -x).to(torch.int32) * torch.arange(9, device=x.device) + (x > 0),
         lambda: [randn(4, 9, dtype=BF16) * 10],
     ),
-    "divided": (divided, lambda: [torch.arange(-300, 300, 7, dtype=torch.int32)]),
-    "divided in 64 bits": (
-        divided,
-        lambda: [torch.tensor([-(2**40) - 1, -(2**40), -65, -64, -15, -14, -1, 0, 6, 7, 63, 64, 2**40 + 3])],
-    ),
+    "divided": (divided, lambda: [torch.arange(-128, 128, dtype=torch.int32).to(torch.int8)]),
+    "divided in 32 bits": (divided, lambda: [torch.tensor([*range(-70, 70), -(2**31), 1 - 2**31, 2**31 - 1]).int()]),
+    "divided in 64 bits": (divided, lambda: [torch.tensor([*range(-70, 70), -(2**63), 1 - 2**63, 2**63 - 1])]),
     "join": (lambda x, y: torch.cat([x, y.to(BF16), x * 2], 1).relu(), lambda: [randn(4, 3, dtype=BF16), randn(4, 5)]),
     "pad": (lambda x: F.pad(x, (1, 2), value=0.5) * 2, lambda: [randn(4, 3, dtype=BF16)]),
     "truth": (lambda m, x: (~m & (x > 0)) | (x < -1), lambda: [torch.rand(70) > 0.5, randn(70)]),
@@ -238,6 +238,13 @@ def test_a_row_that_is_read_in_steps(name: str, kernel_of: Any) -> None:
     text = build(function, given, Tiles(1, 4, 4, held=False))
     assert "for start in range(" in text
     check(text, function, given, kernel_of)
+
+
+@pytest.mark.parametrize("by", [128, 300, 0, -3, 2.0])
+@pytest.mark.parametrize("operation", [torch.remainder, torch.floor_divide])
+def test_divisors_that_the_type_does_not_hold_are_left_to_eager(operation: Callable[..., Tensor], by: float) -> None:
+    with pytest.raises(CompileError, match=r"only integers are divided|is not positive"):
+        build(lambda x: operation(x, by), [torch.arange(9, dtype=torch.int8)])
 
 
 def test_what_lies_beside_a_view_stays(kernel_of: Any) -> None:

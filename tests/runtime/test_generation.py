@@ -1,5 +1,6 @@
 """The scheduler over a toy model whose answers need its whole history, against that model run alone."""
 
+import itertools
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -153,6 +154,19 @@ def test_a_long_prompt_keeps_no_sequence_waiting() -> None:
     running.submit([2] * 12, Sampling(max_new_tokens=1))
     for _ in range(3):
         assert len(running.step()) >= 1
+
+
+def test_no_more_than_its_budget_is_read_in_a_step() -> None:
+    """Behind the rest of one prompt there may be no room for a piece of the next."""
+    running, _ = engine(budget=5)
+    for length in (3, 12, 6):
+        running.submit([2] * length, Sampling(max_new_tokens=1))
+    read = [0]
+    while running.busy:
+        running.step()
+        read.append(running.read)
+    steps = [after - before for before, after in itertools.pairwise(read)]
+    assert sum(steps) == 21 and max(steps) <= 5
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:

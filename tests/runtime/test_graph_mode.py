@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,30 @@ def test_a_program_that_waits_for_the_device_is_refused_before_it_runs(recorder:
     assert list(Manifest.read(tmp_path).uncapturable) == ["index_put"]
     with pytest.raises(GraphCaptureError, match=r"node index_put indexes by a mask.*without cuda_graph"):
         GraphMode(recorder).adopt(Executor(tmp_path, {}))
+    executor = Executor(tmp_path, {})
+    with pytest.warns(GraphModeWarning, match=r"node index_put indexes by a mask.*run without a graph"):
+        GraphMode(recorder).adopt(executor, optional=True)
+    assert executor.stepper is None
+
+
+def test_where_graphs_are_optional_what_cannot_be_captured_is_told_and_run(
+    recorder: Recorder, built: Path, toy: Any, eager: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(call: Callable[[], Any]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    executor = recorder.watch(Executor(built, copy.deepcopy(dict(toy.state_dict()))))
+    GraphMode(recorder).adopt(executor, optional=True)
+    monkeypatch.setattr(recorder, "capture", fails)
+    cache, wanted_cache, told = torch.zeros(4), torch.zeros(4), list[str]()
+    for x in inputs(4):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = executor(x, cache)
+        told += [str(one.message) for one in caught]
+        assert same(found, eager(x.clone(), wanted_cache)) and torch.equal(cache, wanted_cache)
+    [message] = told
+    assert "not permitted" in message and message.endswith("Its steps run without a graph")
 
 
 def test_a_result_that_is_a_view_of_an_argument_stays_one() -> None:

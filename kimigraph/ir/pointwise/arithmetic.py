@@ -71,7 +71,8 @@ class Arithmetic:
 
     def floor_div(self, a: Value, by: int) -> Value:
         """The quotient of an integer and a positive one, rounded down."""
-        return self._binary("quotient", self.sub(a, self.remainder(a, by)), by)
+        quotient = self._binary("quotient", a, by)  # rounded to 0
+        return self.where(self.lt(self._binary("rest", a, by), 0), self.sub(quotient, 1), quotient)
 
     def neg(self, a: Value) -> Value:
         """``-a``."""

@@ -107,8 +107,10 @@ def _divided(op: str) -> Rule:
         dtype, given = type_of(node), bind(node)
         value, by = given["self"], given["other"]
         whole = given.get("rounding_mode", "floor") == "floor" and not dtype.is_floating_point
-        if not whole or not isinstance(value, Node) or type(by) is not int or by <= 0:
-            raise Unfusable("only integers are divided here, by positive numbers, and rounded down", node)
+        if not whole or not isinstance(value, Node) or type(by) is not int or dtype is torch.bool:
+            raise Unfusable("only integers are divided here, by numbers, and rounded down", node)
+        if not 0 < by <= torch.iinfo(dtype).max:
+            raise Unfusable(f"{by} is not positive, or more than its type holds", node)
         dividend = reader.values.convert(reader.operand(value, node, position, guard), dtype)
         return reader.values.convert(getattr(reader.arithmetic, op)(dividend, by), dtype, node)
 

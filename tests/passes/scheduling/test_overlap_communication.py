@@ -54,6 +54,11 @@ class Built:
         self.call(name, C10D.all_gather_into_tensor.default, part, 2, TP_GROUP)
         return self.call(f"{name}_wait", C10D.wait_tensor.default, self.nodes[name])
 
+    def exchanged(self, name: str, parts: Node) -> Node:
+        half = parts.meta["val"].shape[0] // 2
+        self.call(name, C10D.all_to_all_single.default, parts, [half, half], [half, half], TP_GROUP)
+        return self.call(f"{name}_wait", C10D.wait_tensor.default, self.nodes[name])
+
     def program(self, *results: Node) -> CapturedProgram:
         self.graph.output(tuple(results))
         module = GraphModule(torch.nn.Module(), self.graph)
@@ -322,11 +327,11 @@ def test_a_result_that_is_used_before_its_wait_is_an_error() -> None:
     assert any("nothing waits for one" in fault for fault in told)
 
 
-def gather_and_write(ordered: bool) -> tuple[Built, CapturedProgram]:
+def gather_and_write(ordered: bool, by: str = "gathered") -> tuple[Built, CapturedProgram]:
     """A gather of a tensor that is written later: behind the wait, or while the others still read it."""
     built = Built(x=(8, 8), y=(8, 8))
     made = built.call("made", ATEN.exp.default, built.nodes["x"])
-    whole = built.gathered("gather", made)
+    whole = getattr(built, by)("gather", made)
     written = built.call("written", ATEN.copy_.default, made, built.nodes["y"])
     read = built.call("read", ATEN.sum.default, whole)
     program = built.program(built.call("out", ATEN.add.Tensor, written, read))
@@ -335,17 +340,19 @@ def gather_and_write(ordered: bool) -> tuple[Built, CapturedProgram]:
     return built, program
 
 
-def test_what_is_gathered_must_stay_until_the_wait() -> None:
-    _, program = gather_and_write(ordered=True)
+@pytest.mark.parametrize("by", ["gathered", "exchanged"])
+def test_what_is_gathered_must_stay_until_the_wait(by: str) -> None:
+    _, program = gather_and_write(True, by)
     VerifySchedule().apply(program, CONTEXT)
     OverlapCommunication().apply(program, CONTEXT)  # sinks the wait: not past the write
     VerifySchedule().apply(program, CONTEXT)
-    _, program = gather_and_write(ordered=False)
+    _, program = gather_and_write(False, by)
     assert any("written (stream 0) writes made while gather reads it" in fault for fault in faults(program))
 
 
-def test_what_is_gathered_must_not_lie_in_the_arena() -> None:
-    built, program = gather_and_write(ordered=True)
+@pytest.mark.parametrize("by", ["gathered", "exchanged"])
+def test_what_is_gathered_must_not_lie_in_the_arena(by: str) -> None:
+    built, program = gather_and_write(True, by)
     built.nodes["made"].meta["buffer"] = (0, 256)
     assert any("made lies in the arena and gather reads it until its wait" in fault for fault in faults(program))
 

@@ -5,9 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from sequence_on_ranks import captured, inputs_of, on_ranks
+from sequence_on_ranks import captured, inputs_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
 
 from kimigraph.ir.collectives import collectives
+from kimigraph.ir.config import CompileConfig
+from kimigraph.ir.fake import infer
 from kimigraph.ir.lock_step import run_ranks
 from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.program import CapturedProgram
@@ -15,7 +19,7 @@ from kimigraph.passes import Pipeline, run_pipeline
 from kimigraph.passes.balance_indexer import BalanceIndexer
 from kimigraph.passes.base import PassContext
 from kimigraph.passes.prune_index_exchange import PruneIndexExchange
-from kimigraph.passes.share_tokens import ShareTokens
+from kimigraph.passes.share_tokens import STRETCH, ShareTokens
 
 PREFILL = {"phase": "prefill", "tokens": 16, "batch": 2}
 INDEXER = OPERATORS["lightning_indexer"].overload
@@ -49,13 +53,15 @@ def stretch(ways: int, **options: Any) -> tuple[CapturedProgram, PassContext]:
     return program, context
 
 
-@pytest.mark.parametrize("ways", [2, 4])
-def test_ranks_score_as_many_keys(ways: int) -> None:
-    program, context = stretch(ways)
+@pytest.mark.parametrize(("ways", "tokens"), [(2, 16), (4, 16), (3, 18)])
+def test_ranks_score_as_many_keys(ways: int, tokens: int) -> None:
+    program, context = stretch(ways, tokens=tokens)
     apart = keys_seen(program.copy())
     run_pipeline(program, Pipeline((BalanceIndexer(always=True),)), context, [])
     together = keys_seen(program)
-    assert len(set(together)) == 1 and sum(together) == sum(apart)
+    assert sum(together) == sum(apart)
+    most = sum(together) / ways * (13 / 12 if ways % 2 else 1)  # of three ranks' 11, 12 and 13 pieces
+    assert max(together) <= most and (ways % 2 or min(together) == max(together))
     assert apart == sorted(apart) and apart[0] < together[0] < apart[-1]
 
 
@@ -73,10 +79,33 @@ def test_queries_cross_where_that_pays_alone() -> None:
     assert record.result.statistics["bytes_sent"] == batch * tokens * (heads * width + heads + k) * words // 2
 
 
-def test_pieces_that_do_not_come_out_even_are_left(ways: int = 4) -> None:
-    program, context = stretch(ways, tokens=12)
+def prompt(tokens: int, keys: int) -> CapturedProgram:
+    """An indexer of K3.1's widths over a stretch of that many tokens."""
+    graph, shapes = Graph(), {"q": (1, tokens, 64, 128), "keys": (1, keys, 128), "weights": (1, tokens, 64)}
+    with FakeTensorMode():
+        values = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        values |= {"lengths": torch.empty(1, dtype=torch.int32)}
+        nodes = {name: graph.placeholder(name) for name in values}
+        for name, node in nodes.items():
+            node.meta["val"] = values[name]
+    indexer = graph.call_function(INDEXER, tuple(nodes.values()), {"k": 2048, "scale": 0.1})
+    indexer.meta[STRETCH] = True
+    infer(indexer)
+    graph.output((indexer,))
+    return CapturedProgram(GraphModule(torch.nn.Module(), graph), (), ())
+
+
+@pytest.mark.parametrize(("keys", "tp", "pays"), [(65536, 1, True), (65536, 8, False), (1 << 20, 1, False)])
+def test_it_pays_for_long_prompts_whose_indexer_tensor_parallel_ranks_do_not_share_out(
+    keys: int, tp: int, pays: bool
+) -> None:
+    """Half of 64k tokens: 5.6 ms are saved, by eight tp ranks 0.7, and queries take 1.9 to cross."""
+    program = prompt(32768 if keys == 65536 else 1024, keys)
+    found = BalanceIndexer().apply(program, PassContext(CompileConfig(target="cuda:sm_90", sp=2, tp=tp)))
+    assert [remark.kind for remark in found.remarks] == ["passed" if pays else "missed"], found.remarks
+
+
+def test_pieces_that_do_not_come_out_even_are_left() -> None:
+    program, context = stretch(4, tokens=12)
     [record] = run_pipeline(program, Pipeline((BalanceIndexer(always=True),)), context, [])
     assert not record.result.modified and "do not divide 3 queries" in record.result.remarks[0].message
-    decoding, config = captured("kimi")
-    shared = on_ranks(decoding, config, 2)  # a step of one token has no stretches
-    assert [node.meta["val"].shape[1] for node in shared.graph_module.graph.nodes if node.target is INDEXER] == [1]
