@@ -20,6 +20,16 @@ SOURCE = "examples/k31"
 FORMS: dict[str, dict[str, Any]] = {"tp1": {}, "tp2": {"tp": 2}, "sp2": {"sp": 2}}
 
 
+def compiled(directory: Path, tokens: int, context: int, layers: int, **fields: Any) -> None:
+    """Compile the step that reads so many tokens of a prompt, with caches for ``context``."""
+    config = CompileConfig(
+        batch=1, phase="prefill", tokens=tokens, context=context, dtype="bfloat16", target="cuda:sm_90",
+        overrides=(("num_hidden_layers", str(layers)),), report=False, **fields,
+    )  # fmt: skip
+    report = compile_model(SOURCE, load_source(SOURCE, config, rows=True), config, directory, print)
+    print(directory, report.launches, report.graph["estimated_us"], flush=True)
+
+
 def main() -> None:
     """Compile all programs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -28,16 +38,10 @@ def main() -> None:
     parser.add_argument("--disable-pass", metavar="NAME", help="leave a pass out")
     parser.add_argument("--programs", type=Path, required=True)
     options = parser.parse_args()
-    overrides = (("num_hidden_layers", str(options.layers)),)
-    left_out, named = ((options.disable_pass,), "off") if options.disable_pass else ((), "")
+    tokens, left_out = options.tokens, (options.disable_pass,) if options.disable_pass else ()
     for name, ranks in FORMS.items():
-        config = CompileConfig(
-            batch=1, phase="prefill", tokens=options.tokens, context=options.tokens, dtype="bfloat16",
-            target="cuda:sm_90", overrides=overrides, report=False, disabled_passes=left_out, **ranks,
-        )  # fmt: skip
-        directory = options.programs / f"p{options.tokens}{named}-{name}"
-        report = compile_model(SOURCE, load_source(SOURCE, config, rows=True), config, directory, print)
-        print(directory, report.launches, report.graph["estimated_us"], flush=True)
+        directory = options.programs / f"p{tokens}{'off' if left_out else ''}-{name}"
+        compiled(directory, tokens, tokens, options.layers, disabled_passes=left_out, **ranks)
 
 
 if __name__ == "__main__":

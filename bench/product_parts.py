@@ -5,12 +5,12 @@ PYTHONPATH=. python bench/product_parts.py --out bench/results/product_parts.jso
 
 import argparse
 import json
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from run_facts import run_facts
 
 ROWS = (2048, 4096, 8192, 16384)
 WIDTHS = ((2048, 2304), (4608, 2304), (6144, 7168))
@@ -64,12 +64,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     rows = [measured(count, *widths) for count in ROWS for widths in WIDTHS]
-    document = {
-        "command": "PYTHONPATH=. python bench/product_parts.py --out bench/results/product_parts.json",
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "rows": rows,
-    }
+    document = {**run_facts(), "rows": rows}
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

@@ -15,25 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from prefill_programs import compiled
 from run_facts import run_facts
 from tp_step import Calls, arguments, bound, graph_of, microseconds
 
-from kimigraph.capture import load_source
-from kimigraph.compiler import compile_model
-from kimigraph.ir.config import CompileConfig
-
-SOURCE, SIZES, PLACES = "examples/k31", (8, 64, 512, 2048, 4096), 5
-
-
-def make(programs: Path, layers: int, tokens: int) -> None:
-    """Compile the program of each size."""
-    for size in SIZES:
-        config = CompileConfig(
-            batch=1, phase="prefill", tokens=size, context=tokens, dtype="bfloat16", target="cuda:sm_90",
-            overrides=(("num_hidden_layers", str(layers)),), report=False,
-        )  # fmt: skip
-        report = compile_model(SOURCE, load_source(SOURCE, config, rows=True), config, programs / f"t{size}", print)
-        print(size, report.launches, flush=True)
+SIZES, PLACES = (8, 64, 512, 2048, 4096), 5
 
 
 def measured(directory: Path, tokens: int) -> dict[str, Any]:
@@ -63,7 +49,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.make:
-        make(options.programs, options.layers, options.tokens)
+        for size in SIZES:
+            compiled(options.programs / f"t{size}", size, options.tokens, options.layers)
         return
     document: dict[str, Any] = {**run_facts(), "prompt": options.tokens, "layers": options.layers, "rows": []}
     for size in SIZES:

@@ -16,12 +16,11 @@ from kimigraph.ir.cost import work_of
 from kimigraph.ir.mesh import COLLECTIVES, SP_GROUP
 from kimigraph.ir.operators import OPERATORS
 from kimigraph.ir.program import CapturedProgram
-from kimigraph.ir.provenance import module_path, source_line
 from kimigraph.ir.remarks import PassResult, Remark
 from kimigraph.passes.algebra.nodes import argument, dtype, shape
-from kimigraph.passes.algebra.rewrite import replace
 from kimigraph.passes.base import Pass, PassContext
 from kimigraph.passes.scheduling.communication import LATENCY_US
+from kimigraph.passes.sharding.query_pieces import cut, put_back, rank_numbers, refusal, remark, scored
 from kimigraph.passes.sharding.stretches import Stretches
 from kimigraph.passes.share_tokens import STRETCH
 
@@ -62,20 +61,14 @@ class BalanceIndexer(Pass):
             if not node.meta.get(STRETCH):
                 continue
             refused = _refused(node, ways) or ("" if self.always else _dear(node, ways, context))
-            if not refused and not context.allow(f"the queries of {node.name}"):
-                continue
-            if not refused:
+            if refused:
+                remarks.append(remark("missed", self.name, node, refused))
+            elif context.allow(f"the queries of {node.name}"):
+                told = f"its queries cross in {ways} pieces a rank, {_gain(ways):.2f} times fewer keys to score"
+                remarks.append(remark("passed", self.name, node, told))
                 moved += _bytes(node) * (ways - 1) // ways
                 _balance(node, ways)
-            told = refused or f"its queries cross in {ways} pieces a rank, {_gain(ways):.2f} times fewer keys to score"
-            place = module_path(node)
-            kind = "missed" if refused else "passed"
-            remarks.append(
-                Remark(
-                    kind, self.name, f"{node.name}: {told}", node.name, source_line(node), (node.name,), module=place
-                )
-            )
-        count = sum(remark.kind == "passed" for remark in remarks)
+        count = sum(one.kind == "passed" for one in remarks)
         if count:
             graph.lint()
             program.graph_module.recompile()
@@ -87,9 +80,7 @@ def _refused(indexer: Node, ways: int) -> str:
     tokens = shape(argument(indexer, "q"))[1]
     if tokens % ways:
         return f"{ways} ranks do not divide {tokens} queries of a stretch"
-    if argument(indexer, "lengths") is None or argument(indexer, "mask") is not None:
-        return "what its queries see is not told by a length"
-    return "its queries are bytes" if argument(indexer, "q_scales") is not None else ""
+    return refusal(indexer)
 
 
 def _dear(indexer: Node, ways: int, context: PassContext) -> str:
@@ -128,24 +119,16 @@ def _loads(ways: int) -> tuple[float, float]:
 def _balance(indexer: Node, ways: int) -> None:
     """Let the ranks score one another's queries."""
     ranks, tokens = Stretches(indexer, ways), shape(indexer)[1]
-    counted: dict[str, Any] = {"dtype": torch.int64, "device": indexer.meta["val"].device}
-    numbers = ranks.make(ATEN.arange.default, ways, **counted)
+    numbers = rank_numbers(ranks, indexer)
     rank = ranks.own(numbers, 0)
     order = _order(ranks, numbers, rank)
-    pieces = {name: _crossed(ranks, _cut(ranks, argument(indexer, name), order)) for name in ("q", "weights")}
-    rest = {name: value for name, value in indexer.kwargs.items() if name not in ("lengths", "mask")}
+    q, weights = (_crossed(ranks, cut(ranks, argument(indexer, name), ways, order)) for name in ("q", "weights"))
     found: list[Node] = []
     for stretch in range(ways):
-        given = {name: ranks.number(piece, stretch) for name, piece in pieces.items()}
         lengths = _lengths(ranks, argument(indexer, "lengths"), rank, stretch, tokens)
-        piece = ranks.make(INDEXER, given["q"], argument(indexer, "keys"), given["weights"], lengths, None, **rest)
-        piece.meta["replaces"] = (indexer.name,)
-        found.append(piece)
+        found.append(scored(ranks, indexer, ranks.number(q, stretch), ranks.number(weights, stretch), lengths))
     back = _crossed(ranks, ranks.make(ATEN.stack.default, found, 0))
-    turns = ranks.make(ATEN.permute.default, ranks.make(ATEN.index_select.default, back, 0, order), [1, 0, 2, 3])
-    picks = ranks.make(ATEN.reshape.default, turns, list(shape(indexer)))
-    replace(indexer, picks)
-    indexer.graph.erase_node(indexer)
+    put_back(ranks, indexer, ranks.make(ATEN.index_select.default, back, 0, order))
 
 
 def _order(ranks: Stretches, numbers: Node, rank: Node) -> Node:
@@ -153,14 +136,6 @@ def _order(ranks: Stretches, numbers: Node, rank: Node) -> Node:
     odd = ranks.make(ATEN.remainder.Scalar, rank, 2)
     to_end = ranks.make(ATEN.rsub.Scalar, ranks.make(ATEN.mul.Tensor, numbers, 2), ranks.ways - 1)
     return ranks.make(ATEN.add.Tensor, numbers, ranks.make(ATEN.mul.Tensor, odd, to_end))
-
-
-def _cut(ranks: Stretches, value: Node, order: Node) -> Node:
-    """The pieces [W, B, P, ...] of a rank's [B, S, ...], in the order of the ranks that get them."""
-    batch, tokens, *rest = shape(value)
-    parts = ranks.make(ATEN.reshape.default, value, [batch, ranks.ways, tokens // ranks.ways, *rest])
-    turned = ranks.make(ATEN.permute.default, parts, [1, 0, *range(2, len(rest) + 3)])
-    return ranks.make(ATEN.index_select.default, turned, 0, order)
 
 
 def _crossed(ranks: Stretches, pieces: Node) -> Node:

@@ -26,12 +26,11 @@ from kimigraph.passes.base import Pass, PassContext
 from kimigraph.passes.sharding.cache_shares import CacheShares
 from kimigraph.passes.sharding.merged_attention import merge_attention
 from kimigraph.passes.sharding.sequence import Places, rows_of_limits
+from kimigraph.passes.share_tokens import STRETCH
 
 ATEN = torch.ops.aten
 INDEXER, ATTENTION = OPERATORS["lightning_indexer"].overload, OPERATORS["sparse_attention"].overload
 SCORES, EXCHANGE = OPERATORS["index_scores"].overload, OPERATORS["exchange_picks"].overload
-STRETCH = "stretch"
-"""``meta`` of readers that ``share-tokens`` leaves with a stretch of the queries."""
 SCORED_BY = ("scale", "q_scales", "quantises_q", "block_table", "descriptor")
 """What scores depend on beside queries, keys and weights."""
 

@@ -16,20 +16,17 @@ from kimigraph.ir.cost import work_of
 from kimigraph.ir.fake import infer
 from kimigraph.ir.mesh import COLLECTIVES, TP_GROUP
 from kimigraph.ir.operators import OPERATORS
-from kimigraph.ir.own_rows import OWN_ROWS
 from kimigraph.ir.program import CapturedProgram
-from kimigraph.ir.provenance import module_path, source_line
 from kimigraph.ir.remarks import PassResult, Remark
 from kimigraph.passes.algebra.nodes import argument, dtype, shape
-from kimigraph.passes.algebra.rewrite import call, replace
+from kimigraph.passes.algebra.rewrite import call
 from kimigraph.passes.base import Pass, PassContext
-from kimigraph.passes.scheduling.communication import RATE
+from kimigraph.passes.scheduling.communication import RATE, Links
+from kimigraph.passes.sharding.query_pieces import cut, put_back, rank_numbers, refusal, remark, scored
 from kimigraph.passes.sharding.stretches import Stretches
 
 ATEN = torch.ops.aten
 C10D: Any = getattr(torch.ops, COLLECTIVES)
-ALIGNMENT = 16
-"""Bytes to a multiple of which kernels hold their inputs to lie."""
 OPERANDS = ("q", "weights", "lengths", "mask", "q_scales")
 """Operands with a row for each sequence; of keys in pages it is the block table."""
 
@@ -64,24 +61,18 @@ class ShareIndexerRows(Pass):
         for node in graph.find_nodes(op="call_function", target=OPERATORS["lightning_indexer"].overload):
             share, refused = _way(node, ways)
             saved = work_of(node).seconds(context.device) * (1 - 1 / ways) * 1e6
-            taken = self.least_saved_us + node.meta["val"].nbytes * (ways - 1) / ways / RATE * 1e-3
+            taken = Links(self.least_saved_us * 1e-6, RATE * 1e9).seconds(node, ways) * 1e6
             told = f"{saved:.1f} us of it are saved, of {taken:.1f} us that a gather takes"
             if refused or saved < taken:
-                remarks.append(self._remark("missed", node, refused or told))
+                remarks.append(remark("missed", self.name, node, refused or told))
             elif context.allow(f"the rows of {node.name}"):
                 share(node, ways)
-                remarks.append(self._remark("passed", node, told))
-        count = sum(remark.kind == "passed" for remark in remarks)
+                remarks.append(remark("passed", self.name, node, told))
+        count = sum(one.kind == "passed" for one in remarks)
         if count:
             graph.lint()
             program.graph_module.recompile()
         return PassResult(count > 0, tuple(remarks), {"shared": count})
-
-    def _remark(self, kind: Any, node: Node, message: str) -> Remark:
-        place = module_path(node)
-        return Remark(
-            kind, self.name, f"{node.name}: {message}", node.name, source_line(node), (node.name,), module=place
-        )
 
 
 def _way(node: Node, ways: int) -> tuple[Callable[[Node, int], None], str]:
@@ -89,14 +80,10 @@ def _way(node: Node, ways: int) -> tuple[Callable[[Node, int], None], str]:
     batch, tokens, _ = shape(node)
     if batch % ways == 0:
         return _share_sequences, ""
-    refused = ""
     if tokens % (2 * ways):
-        refused = f", nor {2 * ways} pieces {tokens} queries"
-    elif argument(node, "lengths") is None or argument(node, "mask") is not None:
-        refused = ", and what its queries see is not told by a length"
-    elif argument(node, "q_scales") is not None:
-        refused = ", and its queries are bytes"
-    return _share_queries, f"{ways} ranks do not divide {batch} sequences{refused}" if refused else ""
+        return _share_queries, f"{ways} ranks do not divide {batch} sequences, nor {2 * ways} pieces {tokens} queries"
+    refused = refusal(node)
+    return _share_queries, f"{ways} ranks do not divide {batch} sequences, and {refused}" if refused else ""
 
 
 def _share_sequences(node: Node, ways: int) -> None:
@@ -106,10 +93,7 @@ def _share_sequences(node: Node, ways: int) -> None:
     operands = {operand for name in names if isinstance(operand := argument(node, name), Node)}
     for operand in operands:
         if shape(operand)[:1] == (batch,):
-            own = call(node.graph, OWN_ROWS, (operand, ways, TP_GROUP), like=node, before=node)
-            if own.meta["val"].nbytes % ALIGNMENT:  # the next rank's part begins where kernels may not begin to read
-                own = call(node.graph, torch.ops.aten.clone.default, (own,), like=node, before=node)
-            node.replace_input_with(operand, own)
+            node.replace_input_with(operand, Stretches(node, ways, TP_GROUP).own(operand, 0))
     infer(node)
     pending = call(node.graph, C10D.all_gather_into_tensor.default, (node, ways, TP_GROUP), like=node, after=node)
     whole = call(node.graph, C10D.wait_tensor.default, (pending,), like=node, after=pending)
@@ -120,29 +104,14 @@ def _share_sequences(node: Node, ways: int) -> None:
 def _share_queries(node: Node, ways: int) -> None:
     """Let each rank do two of ``2 ways`` pieces of the queries, the first with the last one, the second with the one
     before that, and so on."""
-    ranks, (batch, tokens, picks) = Stretches(node, ways, TP_GROUP), shape(node)
-    size, lengths = tokens // (2 * ways), argument(node, "lengths")
-    counted: dict[str, Any] = {"dtype": torch.int64, "device": node.meta["val"].device}
-    first = ranks.own(ranks.make(ATEN.arange.default, ways, **counted), 0)
-    rest = {name: value for name, value in node.kwargs.items() if name not in ("lengths", "mask")}
+    ranks, tokens, count = Stretches(node, ways, TP_GROUP), shape(node)[1], 2 * ways
+    first, lengths = ranks.own(rank_numbers(ranks, node), 0), argument(node, "lengths")
     found: list[Node] = []
-    for number in (first, ranks.make(ATEN.rsub.Scalar, first, 2 * ways - 1)):
-        q, weights = (_piece(ranks, argument(node, name), number) for name in ("q", "weights"))
-        begin = ranks.make(ATEN._to_copy.default, ranks.make(ATEN.mul.Tensor, number, size), dtype=dtype(lengths))
-        begin = ranks.make(ATEN.add.Tensor, lengths, begin)
-        piece = ranks.make(node.target, q, argument(node, "keys"), weights, begin, None, **rest)
-        piece.meta["replaces"] = (node.name,)
-        found.append(piece)
+    for number in (first, ranks.make(ATEN.rsub.Scalar, first, count - 1)):
+        q, weights = (ranks.number(cut(ranks, argument(node, name), count, number), 0) for name in ("q", "weights"))
+        begin = ranks.make(ATEN.mul.Tensor, number, tokens // count)
+        begin = ranks.make(ATEN._to_copy.default, begin, dtype=dtype(lengths))
+        found.append(scored(ranks, node, q, weights, ranks.make(ATEN.add.Tensor, lengths, begin)))
     whole = ranks.all(ranks.make(ATEN.stack.default, found, 0))
     early, late = (ranks.make(ATEN.select.int, whole, 1, place) for place in (0, 1))
-    pieces = ranks.make(ATEN.cat.default, [early, ranks.make(ATEN.flip.default, late, [0])], 0)
-    turned = ranks.make(ATEN.permute.default, pieces, [1, 0, 2, 3])
-    replace(node, ranks.make(ATEN.reshape.default, turned, [batch, tokens, picks]))
-    node.graph.erase_node(node)
-
-
-def _piece(ranks: Stretches, value: Node, number: Node) -> Node:
-    """One of the pieces of [B, S, ...]: [B, S / 2 W, ...]."""
-    batch, tokens, *rest = shape(value)
-    parts = ranks.make(ATEN.reshape.default, value, [batch, 2 * ranks.ways, tokens // (2 * ranks.ways), *rest])
-    return ranks.make(ATEN.squeeze.dim, ranks.make(ATEN.index_select.default, parts, 1, number), 1)
+    put_back(ranks, node, ranks.make(ATEN.cat.default, [early, ranks.make(ATEN.flip.default, late, [0])], 0))

@@ -9,7 +9,7 @@ from kimigraph.ir.config import MAX_GRAPHS
 from kimigraph.ir.errors import UsageError
 from kimigraph.runtime.executor import Executor, device_of, require_runnable
 from kimigraph.runtime.graphs.program import ProgramGraphs
-from kimigraph.runtime.graphs.refusal import GraphCaptureError, refuse_listed
+from kimigraph.runtime.graphs.refusal import GraphCaptureError, refuse_listed, without_graph
 from kimigraph.runtime.graphs.shelf import GraphDevice, Shelf
 
 
@@ -53,7 +53,7 @@ class GraphMode:
         except GraphCaptureError as error:
             if not optional:
                 raise
-            self._shelf.warn(f"{error}. Its steps run without a graph")
+            self._shelf.warn(without_graph(error))
         else:
             executor.take_steps(ProgramGraphs(executor, self._shelf, optional))
 

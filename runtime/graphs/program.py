@@ -8,7 +8,7 @@ import torch
 
 from kimigraph.ir.errors import UsageError
 from kimigraph.runtime.executor import Executor, laid_out
-from kimigraph.runtime.graphs.refusal import GraphCaptureError, program_name, refusal
+from kimigraph.runtime.graphs.refusal import GraphCaptureError, program_name, refusal, without_graph
 from kimigraph.runtime.graphs.results import Result, results_of
 from kimigraph.runtime.graphs.shelf import Shelf
 
@@ -64,7 +64,7 @@ class ProgramGraphs:
                 except GraphCaptureError as error:
                     if not self._optional:
                         raise
-                    self._shelf.warn(f"{error}. Its steps run without a graph")
+                    self._shelf.warn(without_graph(error))
                     return self._step(*arguments)
             self._bare = 0
             return self._replay(captured, arguments, addresses)

@@ -30,6 +30,11 @@ def refuse_listed(manifest: Manifest) -> None:
     raise GraphCaptureError(f"{program_name(manifest)} cannot run as a CUDA graph: node {shown}{more}. {REMEDY}")
 
 
+def without_graph(error: GraphCaptureError) -> str:
+    """What is told of a program that runs without a graph, as it may."""
+    return f"{error}. Its steps run without a graph"
+
+
 def refusal(manifest: Manifest, error: BaseException) -> GraphCaptureError:
     """The refusal after a capture that ``error`` ended: it names the statement of ``program.py`` that raised it."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -43,7 +43,7 @@ PUBLIC = {
     "eos_token_id": 2,
 }
 DEEPSEEK = {**PUBLIC, "model_type": "deepseek_v32", "qk_rope_head_dim": 4}
-GLM = {
+GLM: dict[str, Any] = {
     "model_type": "glm5_next",
     "random_weights": {"seed": 0},
     "text_config": {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_models
 import torch
 
 from kimigraph.capture import capture, load_source
@@ -25,62 +26,28 @@ from kimigraph.passes.manager import PassRecord
 from kimigraph.passes.split_stages import SplitStages
 from kimigraph.session import pass_context
 
-WIDTHS: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 24,
-    "num_attention_heads": 4,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 6,
-    "index_topk": 8,
-    "index_head_dim": 16,
-    "index_n_heads": 32,
-    "max_position_embeddings": 256,
-    "random_weights": {"seed": 0},
-}
-KIMI = {
-    **WIDTHS,
-    "model_type": "kimi_k31",
-    "num_hidden_layers": 5,
-    "qk_rope_head_dim": 4,
-    "linear_attn_config": {"full_attn_layers": [2, 4], "kda_layers": [1, 3, 5], "num_heads": 4, "head_dim": 4},
-    "attn_res_block_size": 2,
-    "num_experts": 4,
-    "num_experts_per_token": 2,
-    "routed_expert_hidden_size": 16,
-}
-PUBLIC = {
-    **WIDTHS,
+FOUR_HEADS = {"num_attention_heads": 4, "max_position_embeddings": 256}
+THREE_LAYERS = {
+    **FOUR_HEADS,
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
-    "n_shared_experts": 1,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
     "mlp_layer_types": ["dense", "sparse", "sparse"],
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
-DEEPSEEK = {**PUBLIC, "model_type": "deepseek_v32", "qk_rope_head_dim": 4}
+KIMI = {
+    **rank_models.KIMI,
+    **FOUR_HEADS,
+    "num_hidden_layers": 5,
+    "linear_attn_config": {"full_attn_layers": [2, 4], "kda_layers": [1, 3, 5], "num_heads": 4, "head_dim": 4},
+}
+DEEPSEEK = {**rank_models.DEEPSEEK, **THREE_LAYERS}
 GLM = {
-    "model_type": "glm5_next",
-    "random_weights": {"seed": 0},
+    **rank_models.GLM,
     "text_config": {
-        **PUBLIC,
-        "model_type": "glm5_next_text",
-        "qk_rope_head_dim": 0,
+        **rank_models.GLM["text_config"],
+        **THREE_LAYERS,
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
         "indexer_types": ["full", "full", "full"],
-        "index_kpool": 4,
-        "linear_head_dim": 4,
         "linear_num_heads": 4,
-        "hc_mult": 2,
-        "hc_sinkhorn_iters": 2,
     },
 }
 Tensors = dict[str, torch.Tensor]
@@ -214,7 +181,7 @@ def test_the_prefix_and_each_finished_block_cross_once(kimi: tuple[CapturedProgr
     # Blocks of 2 layers: behind 2 layers the embedding and the block that is just finished, behind 4 one more.
     assert [len(stage.sends) for stage in found] == [2, 3, 0]
     assert [len(stage.passes_on) for stage in found] == [0, 2, 0]
-    hidden = (2, 1, WIDTHS["hidden_size"])
+    hidden = (2, 1, rank_models.WIDTHS["hidden_size"])
     assert {item.shape for stage in found for item in stage.sends} == {hidden}
     nodes = {node.name: node for node in whole.graph_module.graph.nodes}
     sent = [nodes[item.name.removeprefix(BOUNDARY)] for item in found[1].sends]
